@@ -106,9 +106,9 @@ constexpr GatedWeight<W> up_weight(decltype(W::data) data, Sizes const& sizes, b
 //            gelu, tanh form          gelu_tanh
 //            gelu, exact              gelu_erf
 //            max(g, 0), max(g, 0)^2   relu, relu_squared
-// limit clamps gate to <= limit and up to [-limit, limit], before act (the default) or, for the
-// gate, after it. Gradients are zero where a clamp is active; NaN passes through. Computed in fp32
-// (float64 in float64). Source of the clamped form: gpt-oss; of the gate: Shazeer,
+// `gate` is clamped to at most `limit`, before act (the default) or after it, and `up` to [-limit,
+// limit]. Gradients are zero where a clamp is active; NaN passes through. Computed in fp32 (float64
+// in float64). Source of the clamped form: gpt-oss; of the gate: Shazeer,
 // arXiv:2002.05202. F is the type of the parameters: double in the API, float in kernels.
 enum class ActivationKind : int { silu, gelu_tanh, gelu_erf, relu, relu_squared };
 template <class F>

@@ -11,9 +11,10 @@
 
 namespace guild {
 
-// Row and column counts are int32 in the kernels and the index arrays.
+// Row and column counts are int32 in the kernels and the index arrays, as is the sum of two column
+// counts that are rounded up to 64.
 inline constexpr int64_t kMostRows = (int64_t(1) << 31) - 1;
-inline constexpr int64_t kMostColumns = (int64_t(1) << 30) - 1;
+inline constexpr int64_t kMostColumns = (int64_t(1) << 30) - 64;
 // The largest distance, in elements, from the first element of a tensor to its last.
 inline constexpr int64_t kMostReach = int64_t(1) << 59;
 

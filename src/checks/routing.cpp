@@ -1,7 +1,5 @@
 // What is asked of the arguments of routing and of the bare grouped product. See check.h.
-#include <algorithm>
-#include <cmath>
-#include <limits>
+#include <array>
 
 #include "checks/conditions.h"
 #include "shared/routing.h"

@@ -1,6 +1,6 @@
 // Token rounding: whole tiles of tokens for every expert, then each token's list of experts.
 #include <algorithm>
-#include <numeric>
+#include <cmath>
 #include <vector>
 
 #include "checks/check.h"

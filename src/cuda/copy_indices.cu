@@ -22,6 +22,9 @@ __global__ void copy_indices_kernel(__grid_constant__ Values const from, int cou
 }  // namespace
 
 void copy_indices(int32_t const* from, int64_t count, int32_t* to, Queue queue) {
+  require(count >= 0, "count: expected 0 or more, got ", count);
+  require(count == 0 || from != nullptr, "from: expected a pointer, got null");
+  require(count == 0 || to != nullptr, "to: expected a pointer, got null");
   constexpr int most = std::size(Values{}.value), threads = 128;
   for (int64_t first = 0; first < count; first += most) {
     int const part = int(std::min<int64_t>(count - first, most));

@@ -50,9 +50,13 @@ bool usable(char const** why) {
     cudaGetLastError();
     reason = "no CUDA device or driver";
   } else {
-    Device const& d = current_device();
-    if (!supports(d.major, d.minor)) {
-      reason = "the current device is not of compute capability " GUILD_COMPUTE_CAPABILITY;
+    try {
+      Device const& d = current_device();
+      if (!supports(d.major, d.minor)) {
+        reason = "the current device is not of compute capability " GUILD_COMPUTE_CAPABILITY;
+      }
+    } catch (Error const&) {
+      reason = "the current CUDA device could not be queried";
     }
   }
   if (why != nullptr) *why = reason == nullptr ? "" : reason;

@@ -1,6 +1,7 @@
 // The schedule of the weight gradients: experts by decreasing number of rows, and the counters from
 // which blocks claim tiles, set to zero. Longest processing time first: Graham, SIAM Journal on
 // Applied Mathematics 17, 1969.
+#include "checks/conditions.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "shared/tiles.h"
@@ -33,6 +34,7 @@ __global__ void __launch_bounds__(kThreads) weight_schedule_kernel(Groups groups
 
 void schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
                                WeightSchedule const& schedule, Queue queue) {
+  check_sizes(sizes);
   require_routable(sizes.experts);
   require(routing.offsets != nullptr, "offsets: expected a buffer, got null");
   require(schedule.order != nullptr, "order: expected a buffer, got null");

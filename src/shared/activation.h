@@ -26,7 +26,7 @@ constexpr ActivationOf<F> activation_in(Activation const& act) {
           .gated = act.gated,
           .alpha = F(act.alpha),
           .limit = F(act.limit),
-          .up_offset = F(act.up_offset),
+          .up_offset = act.up_offset == 0 ? F(-0.0) : F(act.up_offset),  // x + -0 is x, even for -0
           .clamp_after = act.clamp_after};
 }
 

@@ -55,7 +55,7 @@ GUILD_HD MicroScale nvfp4_scale(float largest, float global) {
 // a quotient at most one unit off, whose remainder is exact. Valid where the exponents of a, b and
 // the quotient are far from the ends of float's range: Markstein, IBM J. Res. Dev. 34 (1990),
 // p. 111.
-GUILD_HD float quotient(float a, float b, float inverse) {
+GUILD_HD float rounded_quotient(float a, float b, float inverse) {
   float q = a * inverse;
   q = std::fma(std::fma(-b, q, a), inverse, q);
   return std::fma(std::fma(-b, q, a), inverse, q);
@@ -67,7 +67,8 @@ GUILD_HD float nvfp4_ratio(float largest, float global, float inverse) {
   if (!is_ordinary(global) || !(is_ordinary(largest) || largest == 0)) {
     return largest / kLargestE2M1 / global;
   }
-  return quotient(quotient(largest, kLargestE2M1, 1 / kLargestE2M1), global, inverse);
+  return rounded_quotient(rounded_quotient(largest, kLargestE2M1, 1 / kLargestE2M1), global,
+                          inverse);
 }
 
 // In its three low bits, the nearest of 0, .5, 1, 1.5, 2, 3, 4 and 6 to |x|, ties to the even code,

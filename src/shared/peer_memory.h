@@ -8,6 +8,8 @@
 // rank arrives at b + 2 only after it has met this one at b + 1, and this rank arrives there only
 // after it has read all messages of b.
 #pragma once
+#include <cstddef>
+
 #include "guild/exchange.h"
 #include "shared/host_device.h"
 
@@ -17,7 +19,7 @@ inline constexpr uintptr_t kPeerAlignment = 16;  // bytes, of each rank's memory
 
 struct PeerMessage {
   int64_t facts[kMostFacts];
-  int64_t late;     // nothing else is read where it is not 0
+  int64_t filler;
   int64_t arrived;  // the barrier's number; written last
 };
 
@@ -30,6 +32,8 @@ struct PeerControl {
   int64_t filler[10];
   PeerMessage inbox[2][kMostRanks];
 };
+// python/guild/distributed/peer_memory.py reads them.
+static_assert(sizeof(PeerMessage) == 128 && offsetof(PeerControl, inbox) == 128);
 
 // A failure in one word, so that another rank can write it at once. rows < 2^31.
 GUILD_HD int64_t packed(PeerFailure failure, int64_t rank, int64_t reporter, int64_t fact,

@@ -64,7 +64,7 @@ inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64
 // that are not would give too few blocks, each of which would read whole rows of the weight.
 inline RouterTile choose_router_tile(int64_t tokens, int64_t hidden, int64_t experts) {
   if (few_for_router(tokens, hidden, experts)) return kRouterTiles[0];
-  RouterTile best = kRouterTiles[7];
+  RouterTile best = kRouterTiles[7];  // the first that is not split, which always serves
   double least = expected_router_time(best, tokens, hidden, experts);
   for (RouterTile const& tile : kRouterTiles) {
     if (tile.split && experts > kMostSplitExperts) continue;

@@ -132,7 +132,7 @@ GUILD_HD int64_t token_of(int32_t const* token_offsets, int64_t tokens, int64_t 
   return segment_of(token_offsets, tokens, slot);
 }
 
-// How many slots there are, and which of them belong to tokens.
+// How many slots there are.
 template <class Args>
 GUILD_HD int64_t slot_count(Args const& x) {
   return Sizes{.tokens = x.tokens, .top_k = x.top_k, .slots = x.slots}.slot_count();
@@ -141,6 +141,7 @@ GUILD_HD int64_t slot_count(Args const& x) {
 GUILD_HD int64_t row_count(Sort const& x) {
   return Sizes{.tokens = x.tokens, .top_k = x.top_k, .slots = x.slots, .room = x.room}.rows();
 }
+// The slots that belong to tokens.
 GUILD_HD SlotSpan used_slots(Sort const& x) {
   int64_t const slots = slot_count(x);
   if (x.token_offsets == nullptr) return {0, slots};

@@ -42,7 +42,7 @@ BackwardCall backward_call(Place const& place, Layer const& layer, Routing const
   auto const fresh = [&](int64_t bit, Shape shape) {
     return wanted & bit ? place.empty(shape, dtype) : place.empty({0}, dtype);
   };
-  Layer own = layer;  // of gradients, each list in one tensor
+  Layer own = layer;  // for the gradients, each one tensor even where the weights are a list
   own.experts_at = nullptr;
   auto const like = [&](int64_t bit, Tensor const& weight, int list) {
     if (!(wanted & bit)) return place.empty({0}, dtype);

@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "cuda/alignment.h"
 #include "torch/ops.h"
 #include "torch/routing.h"
 
@@ -29,7 +30,8 @@ Tensor product_in_float32(Tensor const& a, Tensor const& b) {
 bool needs_torch(Place const& place, RouterLogits const& x) {
   bool const narrow = x.dtype == DType::bfloat16 || x.dtype == DType::float16;
   return !narrow || x.hidden == 0 || x.experts == 0 ||
-         (place.on_cuda() && (x.hidden % 8 != 0 || x.experts > 1024));
+         (place.on_cuda() &&
+          (x.hidden % kElementsPer16Bytes != 0 || x.experts > cuda::kMostRouted));
 }
 
 Tensor product_of_torch(Place const& place, DType dtype, Tensor const& x, Tensor const& weight) {

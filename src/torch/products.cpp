@@ -106,7 +106,8 @@ void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
                                                      {"offs", offs},
                                                      {"bias", bias},
                                                      {"a_at", a_at},
-                                                     {"b_at", b_at}});
+                                                     {"b_at", b_at},
+                                                     {"out_at", out_at}});
   g.d = operand_of(out, place.lists(out_at, "out_at", 1, g.groups));
   place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
 }

@@ -151,9 +151,12 @@ void chunk_product_out(Tensor const& a, Tensor const& a_scales, int64_t a_format
   args.accumulate = accumulate;
   args.d = place.weight(out, "out", args.d_dtype, {args.groups, args.out, args.in}, false);
   args.d.expert_at = place.lists(experts_at, "experts_at", 1, args.groups);
-  require_apart(
-      {{"out", own_memory(out, experts_at)}},
-      {{"a", a}, {"b", b}, {"a_scales", a_scales}, {"b_scales", b_scales}, {"offsets", offsets}});
+  require_apart({{"out", own_memory(out, experts_at)}}, {{"a", a},
+                                                         {"b", b},
+                                                         {"a_scales", a_scales},
+                                                         {"b_scales", b_scales},
+                                                         {"offsets", offsets},
+                                                         {"experts_at", experts_at}});
   place.run_product(cpu::chunk_product, cuda::chunk_product, args);
 }
 

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <climits>
 #include <ostream>
+#include <vector>
 
 // A torch without CUDA has no such function; there is no CUDA tensor then to ask for it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
@@ -165,12 +166,6 @@ Tensor Place::empty(Shape shape, DType dtype) const {
 
 Tensor Place::empty_int32(Shape shape) const {
   return make(shape.begin(), int64_t(shape.size()), aoti_torch_dtype_int32());
-}
-
-Tensor Place::zeros(Shape shape, DType dtype) const {
-  Tensor tensor = empty(shape, dtype);
-  clear(tensor);
-  return tensor;
 }
 
 void Place::clear(Tensor const& tensor) const {

@@ -9,7 +9,6 @@
 
 #include <initializer_list>
 #include <optional>
-#include <vector>
 
 #include "guild/guild.h"
 #include "shared/dtype.h"
@@ -44,9 +43,6 @@ class Place {
     on_cuda_ ? cuda(args, queue_) : cpu(args);
   }
 
-  bool on_cuda() const { return on_cuda_; }
-  cuda::Queue const& queue() const { return queue_; }
-
   // The same for matrix products, with a counter on the queue.
   template <class Args>
   void run_product(void (*cpu)(Args const&), void (*cuda)(Args const&, cuda::Queue),
@@ -58,11 +54,13 @@ class Place {
     cuda(args, queue);
   }
 
+  bool on_cuda() const { return on_cuda_; }
+  cuda::Queue const& queue() const { return queue_; }
+
   // An uninitialised tensor. Its memory may hold NaN: the caller must write all of it, or document
   // which rows have no meaning.
   Tensor empty(Shape shape, DType dtype) const;
   Tensor empty_int32(Shape shape) const;
-  Tensor zeros(Shape shape, DType dtype) const;
   void clear(Tensor const& tensor) const;  // to zeros
   Tensor workspace(int64_t bytes) const;
   // The first `count` int32 of a contiguous buffer on this device, which stays alive with them.

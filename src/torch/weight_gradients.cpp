@@ -84,7 +84,8 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
                  {"dh", dh},
                  {"a_scaled", a_scaled},
                  {"offsets", offsets},
-                 {"row_token", row_token}});
+                 {"row_token", row_token},
+                 {"experts_at", experts_at}});
   Tensor const workspace = place.workspace(moe_weight_gradients_workspace_bytes(s));
   args.workspace = workspace.data_ptr();
   place.run(cpu::moe_weight_gradients, cuda::moe_weight_gradients, args);
@@ -119,7 +120,11 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
   args.dw = up_weight_of(place, layer, dw_up, dw_gate, args.dw_dtype);
   require_apart(
       {{"dw_up", own_memory(dw_up, experts_at)}, {"dw_gate", own_memory(dw_gate, experts_at)}},
-      {{"x", x}, {"dh", dh}, {"offsets", offsets}, {"row_token", row_token}});
+      {{"x", x},
+       {"dh", dh},
+       {"offsets", offsets},
+       {"row_token", row_token},
+       {"experts_at", experts_at}});
   place.run_product(cpu::up_weight_gradient, cuda::up_weight_gradient, args);
 }
 
@@ -143,8 +148,11 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
   args.dout = input_rows(place, layer, dout_rows, "dout", row_token);
   args.a = place.rows(a, "a", layer.dtype, {a.size(0), a.size(1)});
   args.dw = down_weight_of(place, layer, dw_down, args.dw_dtype);
-  require_apart({{"dw_down", own_memory(dw_down, experts_at)}},
-                {{"dout", dout}, {"a", a}, {"offsets", offsets}, {"row_token", row_token}});
+  require_apart({{"dw_down", own_memory(dw_down, experts_at)}}, {{"dout", dout},
+                                                                 {"a", a},
+                                                                 {"offsets", offsets},
+                                                                 {"row_token", row_token},
+                                                                 {"experts_at", experts_at}});
   place.run_product(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
 }
 

@@ -1,7 +1,6 @@
 // Sums of products of quantised rows and a quantised weight, in float32: blocks of 128 along K one
 // after the other, each scaled by the product of its two scales.
 #pragma once
-#include <algorithm>
 #include <array>
 #include <cmath>
 

@@ -1,5 +1,5 @@
-// Clusters of blocks: their barrier in halves, and the shared memory of the other blocks. PTX ISA,
-// sections "barrier.cluster", "mapa", "ld" and "st.async".
+// Clusters of blocks: their barrier, and the shared memory of the other blocks. PTX ISA, sections
+// "barrier.cluster", "mapa", "ld" and "st.async".
 #pragma once
 #include <bit>
 
@@ -11,9 +11,15 @@ namespace guild::cuda {
 // not fit there.
 inline constexpr int kMostClusterBlocks = 8;
 
-// cluster_barrier() in two halves.
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+// Which block of its cluster this is, and a barrier of all the cluster's threads.
+__device__ inline int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+__device__ inline void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
 
 // `at` in the block of this rank: four bytes.
 template <class T>

@@ -73,12 +73,16 @@ __device__ inline void tma_store(CUtensorMap const& map, void const* from, Coord
 struct RowCoordinate {
   int x, half, r, row;  // of RowOutput's map: fragment.cuh
 };
-__device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at) {
+// from: an address in shared memory.
+__device__ inline void tma_store_at(CUtensorMap const& map, uint32_t from, RowCoordinate at) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
           &map),
-      "r"(shared_address(from)), "r"(at.x), "r"(at.half), "r"(at.r), "r"(at.row)
+      "r"(from), "r"(at.x), "r"(at.half), "r"(at.r), "r"(at.row)
       : "memory");
+}
+__device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at) {
+  tma_store_at(map, shared_address(from), at);
 }
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"); }
 

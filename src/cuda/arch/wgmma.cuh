@@ -96,18 +96,6 @@ __device__ inline void mma_codes(float (&acc)[64], uint32_t a, uint32_t b, bool 
   }(std::make_index_sequence<64>{});
 }
 
-// The same with 8 columns of B, for sums beside a product: A is MN-major, B K-major.
-template <class T>
-__device__ inline void mma_narrow(float (&acc)[4], uint32_t a, uint32_t b, bool accumulate) {
-  using namespace cute::SM90::GMMA;
-  constexpr auto one = ScaleIn::One;
-  using Instruction = std::conditional_t<std::is_same_v<T, __half>,
-                                         MMA_64x8x16_F32F16F16_SS<Major::MN, Major::K, one, one>,
-                                         MMA_64x8x16_F32BF16BF16_SS<Major::MN, Major::K, one, one>>;
-  Instruction::fma(whole_descriptor(a), whole_descriptor(b), acc[0], acc[1], acc[2], acc[3],
-                   accumulate ? ScaleOut::One : ScaleOut::Zero);
-}
-
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

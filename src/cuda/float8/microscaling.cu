@@ -2,6 +2,8 @@
 // warp.
 #include "shared/microscaling.h"
 
+#include <algorithm>
+
 #include "checks/microscaling.h"
 #include "cuda/device.h"
 #include "cuda/float8/rescale.cuh"
@@ -90,12 +92,6 @@ __device__ uint32_t encode_eight_e2m1(Eight const& e, float factor) {
     signs = __funnelshift_l(__float_as_uint(e.value[7 - i]), signs, 4);
   }
   return (codes & 0x77777777) | (signs & 0x88888888);
-}
-
-// Stores the first `count` of up to eight bytes.
-__device__ void store_bytes(uint8_t* to, uint2 bytes, int count) {
-  uint64_t const all = uint64_t(bytes.y) << 32 | bytes.x;
-  for (int i = 0; i < count; ++i) to[i] = uint8_t(all >> 8 * i);
 }
 
 template <Microscaling micro>
@@ -239,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) largest_kernel(MicroArgs const a) {
     }
   }
   static_assert(kThreads == kTileThreads);
-  largest = cuda::largest_of_block(largest, warps);
+  largest = largest_of_threads(largest, warps);
   if (threadIdx.x == 0) atomicMax(a.x.workspace, largest);
 }
 

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 ? 4 : 2) elements
     int const count = row[i] >= 0 ? columns - patch_column() : 0;
     raw[i] = load_raw<T, steps>(from + row[i] * x.x_stride, 1, count, false);
   }
-  uint32_t const largest = largest_of_block(largest_magnitude<T>(raw), smem.largest);
+  uint32_t const largest = largest_of_threads(largest_magnitude<T>(raw), smem.largest);
   BlockScale const scale = block_scale(__uint_as_float(largest), format, kind);
   if (threadIdx.x == 0) {
     x.scales[slot * x.scale_slot_stride + block * x.scale_column_stride] = scale.to_value;

@@ -1,5 +1,4 @@
 // quantize_rows(): 1 x 128 blocks, each by the threads that hold its 128 elements, eight a thread.
-#include <algorithm>
 
 #include "checks/check.h"
 #include "cuda/device.h"
@@ -29,10 +28,9 @@ struct RowArgs {
 __device__ void store_codes(uint8_t* to, uint2 codes, int count, bool aligned) {
   if (aligned && count >= 8) {
     *reinterpret_cast<uint2*>(to) = codes;
-    return;
+  } else {
+    store_bytes(to, codes, min(count, 8));
   }
-  uint64_t const all = uint64_t(codes.y) << 32 | codes.x;
-  for (int i = 0; i < min(count, 8); ++i) to[i] = uint8_t(all >> 8 * i);
 }
 
 template <class T, Steps steps, Float8 format>

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 ? 4 : 2) weights_
     int const count = patch_row() + i < rows ? columns - patch_column() : 0;
     raw[i] = load_raw<T, steps>(from + i * x.row_stride[half], x.step[half], count, half == 1);
   }
-  uint32_t const largest = largest_of_block(largest_magnitude<T>(raw), smem.largest);
+  uint32_t const largest = largest_of_threads(largest_magnitude<T>(raw), smem.largest);
   BlockScale const scale = block_scale(__uint_as_float(largest), format, kind);
   if (threadIdx.x == 0) {
     x.scales[expert * x.scale_expert_stride + half * x.scale_half_stride +

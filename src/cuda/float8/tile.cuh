@@ -151,7 +151,8 @@ __device__ inline uint32_t largest_magnitude(Raw<T> const (&raw)[kPatch]) {
 }
 
 // The largest of all threads' values.
-__device__ inline uint32_t largest_of_block(uint32_t value, uint32_t (&warps)[kTileThreads / 32]) {
+__device__ inline uint32_t largest_of_threads(uint32_t value,
+                                              uint32_t (&warps)[kTileThreads / 32]) {
   value = __reduce_max_sync(~0u, value);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
@@ -161,6 +162,12 @@ __device__ inline uint32_t largest_of_block(uint32_t value, uint32_t (&warps)[kT
 }
 
 // ---- writing ------------------------------------------------------------------------------------
+
+// Stores the first `count` of up to eight bytes.
+__device__ inline void store_bytes(uint8_t* to, uint2 bytes, int count) {
+  uint64_t const all = uint64_t(bytes.y) << 32 | bytes.x;
+  for (int i = 0; i < count; ++i) to[i] = uint8_t(all >> 8 * i);
+}
 
 // A matrix of codes with contiguous columns. aligned: rows begin on 16-byte boundaries. streams:
 // stores should not keep the codes in L2, which is better used for what is read.
@@ -184,7 +191,7 @@ __device__ inline void store_patch(PatchCodes const& codes, CodeRows const& to, 
     if (to.aligned && left >= 8) {
       *reinterpret_cast<uint2*>(row) = codes[i];
     } else {
-      uint64_t const all = uint64_t(codes[i].y) << 32 | codes[i].x;
+      uint64_t const all = uint64_t(codes[i].y) << 32 | codes[i].x;  // store_bytes() would spill
       for (int j = 0; j < min(left, 8); ++j) row[j] = uint8_t(all >> 8 * j);
     }
   }

@@ -90,10 +90,13 @@ route_parts_kernel(Route x, LogitParts parts, GateParts gate, int tokens_of_bloc
                        chosen[seat.token_in_block]);
 }
 
-// As many blocks as there are tokens, up to two for each multiprocessor.
-int tokens_of_block(int64_t tokens, int most, Queue const& queue) {
+// One, or as many as leave two blocks for each multiprocessor and fit into shared memory, of which
+// a token takes `bytes`.
+template <class S>
+int tokens_of_block(int64_t tokens, int64_t bytes, Queue const& queue) {
+  constexpr int64_t kShared = 48 * 1024, kOwn = sizeof(uint32_t) * S::tokens * S::experts;
   int64_t const even = ceil_div(tokens, 2 * int64_t(multiprocessors(queue)));
-  return int(std::min<int64_t>(even, most));
+  return int(std::min({even, int64_t(S::tokens), (kShared - kOwn) / bytes}));
 }
 
 template <Ranking ranking>
@@ -127,11 +130,11 @@ void route_parts(Route const& x, LogitParts const& parts, GateParts const& gate,
                  Queue const& queue) {
   auto const run = [&](auto shape, Deal const& deal) {
     using S = decltype(shape);
-    int const tokens = tokens_of_block(x.tokens, S::tokens, queue);
-    int64_t const rows = has_plain_keys(x) ? 2 * tokens : tokens;
+    int64_t const bytes = (has_plain_keys(x) ? 2 : 1) * x.experts * int64_t(sizeof(float));
+    int const tokens = tokens_of_block<S>(x.tokens, bytes, queue);
     Launch const launch{.blocks = unsigned(ceil_div(x.tokens, tokens)),
                         .threads = kRouterThreads,
-                        .bytes = rows * x.experts * int64_t(sizeof(float)),
+                        .bytes = tokens * bytes,
                         .stream = queue.stream,
                         .early = true};
     with_ranking(x, [&]<Ranking ranking> {

@@ -3,6 +3,7 @@
 // D comes through the ring of stages while the sums are computed, 64 columns of the tile at a time;
 // the results overwrite it there, and TMA stores them.
 #pragma once
+#include "cuda/arch/cluster.cuh"
 #include "cuda/sm90/column_sums.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "shared/gemm_config.h"

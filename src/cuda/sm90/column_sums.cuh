@@ -8,7 +8,6 @@
 // in sum[2] and sum[3], for rows n = thread % 4 * 2 and n + 1 of the right operand.
 #pragma once
 #include "cuda/sm90/fragment.cuh"
-#include "shared/bias_sums.h"
 
 namespace guild::cuda {
 
@@ -33,8 +32,8 @@ __device__ inline void start_sums(float (&sum)[4], uint32_t box, NarrowOperand<T
   wgmma_fence();
 #pragma unroll
   for (int slice = 0; slice < 4; ++slice) {
-    mma_narrow<T>(sum, a + slice * (kSliceBytes<Major::MN> / 16),
-                  b + slice * (kSliceBytes<Major::K> / 16), slice > 0);
+    mma_slice<T, 8, Major::MN, Major::K>(sum, a + slice * (kSliceBytes<Major::MN> / 16),
+                                         b + slice * (kSliceBytes<Major::K> / 16), slice > 0);
   }
   wgmma_commit();
 }

@@ -10,8 +10,10 @@
 // H comes through the ring of stages, 64 columns of the tile at a time, and dH overwrites it there.
 // SonicMoE, arXiv:2512.14080, section 3.2.
 #pragma once
+#include "cuda/arch/cluster.cuh"
 #include "cuda/sm90/column_sums.cuh"
 #include "cuda/sm90/outputs.cuh"
+#include "shared/bias_sums.h"
 #include "shared/gemm_config.h"
 #include "shared/tiles.h"
 

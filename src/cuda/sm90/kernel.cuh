@@ -17,6 +17,7 @@
 //
 // Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS.
 #pragma once
+#include "cuda/arch/cluster.cuh"
 #include "cuda/sm90/epilogues.cuh"
 #include "cuda/sm90/main_loop.cuh"
 #include "cuda/sm90/tile_queue.cuh"
@@ -212,6 +213,7 @@ struct GroupedProduct {
 
   // A reading epilogue: its matrix comes through the ring after the products.
   static __device__ void consume_reading(Params const& p, SharedStorage& smem, Self self) {
+    static_assert(ReadingEpilogue<Epilogue, C.tile_n>);
     Sums acc;
     typename Epilogue::State state;
     auto& storage = smem.epilogue[self.group];

@@ -10,6 +10,7 @@
 #include <concepts>
 
 #include "cuda/alignment.h"
+#include "cuda/arch/cluster.cuh"
 #include "cuda/arch/copy.cuh"
 #include "cuda/arch/wgmma.cuh"
 #include "cuda/element.cuh"

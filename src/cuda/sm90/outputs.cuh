@@ -147,8 +147,7 @@ struct StaticPairing {
 // The activation with its known parameters replaced by compile-time constants.
 template <StaticActivation known>
 __device__ ActivationOf<float> with_constants(ActivationOf<float> act) {
-  if (known == StaticActivation::swiglu)
-    act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0
+  if (known == StaticActivation::swiglu) act.alpha = 1, act.up_offset = -0.f;
   if (known == StaticActivation::gpt_oss) act.clamp_after = false;
   return act;
 }

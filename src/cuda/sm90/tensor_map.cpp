@@ -29,6 +29,8 @@ CUtensorMap encoded(void const* data, DType dtype, Boxes const& s, char const* n
     cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000,
                                                 cudaEnableDefault, &found),
                "cuTensorMapEncodeTiled");
+    require(found == cudaDriverEntryPointSuccess,
+            "cuTensorMapEncodeTiled: expected a driver of CUDA 12.0 or later");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(f);
   }();
   // For an empty matrix any valid map will do: it is never used.

@@ -94,7 +94,7 @@ void expect_gradient_dtype(WrongCalls<Args> const& wrong, char const* name, Of o
 // A low-rank term; `matrix`: the name of its matrix, which has `out` rows.
 template <class Args>
 void expect_low_rank(WrongCalls<Args> const& wrong, char const* matrix, int64_t out) {
-  wrong.expect("low_rank.rank: expected 0 to 1073741823, got -1",
+  wrong.expect("low_rank.rank: expected 0 to 1073741760, got -1",
                [](Args& x) { x.low_rank.rank = -1; });
   wrong.expect("low_rank.t: expected 8 rows of 4, got null", [](Args& x) { x.low_rank.rank = 4; });
   wrong.expect(text_of(matrix, ": expected 2 matrices of ", out, " x 4, got null"),
@@ -228,7 +228,7 @@ TEST(Check, DownWeightGradient) {
 TEST(Check, BiasGradient) {
   WrongCalls<BiasGradient> const wrong(&Calls::db, cpu::bias_gradient, cuda::bias_gradient);
   wrong.size("rows", &BiasGradient::rows, 0, 2147483647);
-  wrong.size("width", &BiasGradient::width, 1, 1073741823);
+  wrong.size("width", &BiasGradient::width, 1, 1073741760);
   wrong.size("experts", &BiasGradient::experts, 1, 4096);
   wrong.dtype("dtype", &BiasGradient::dtype);
   wrong.expect("db_dtype: expected bfloat16 or float32, got float16",

@@ -247,7 +247,7 @@ constexpr char const* kWideScores = "score_bytes: expected 4 on CUDA, got 8";
 template <class Args>
 void expect_countable(WrongOnCuda<Args> const& wrong) {
   wrong.expect(
-      "memory: expected at most 2147418112 tokens of all ranks on CUDA, got 2 * 1073741823",
+      "memory: expected at most 2147418112 tokens of all ranks on CUDA, got 2 * 1073741760",
       [](Args& x) {
         x.memory.tokens = (int64_t(1) << 30) - 1;
         x.memory.top_k = x.top_k = 1;

@@ -84,7 +84,7 @@ void expect_row_bytes(WrongCalls<Args> const& wrong) {
 template <class Args>
 void expect_row(WrongCalls<Args> const& wrong) {
   wrong.dtype("dtype", &Args::dtype);
-  wrong.size("hidden", &Args::hidden, 1, 1073741823);
+  wrong.size("hidden", &Args::hidden, 1, 1073741760);
   wrong.expect("row_bytes: expected 1 to 32 (what the ranks' memory has room for), got 34",
                [](Args& x) { x.hidden = 17; });
 }

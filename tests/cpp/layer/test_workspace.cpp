@@ -73,8 +73,8 @@ TEST(Workspace, WrongSizesOfLayersAreNamed) {
     int64_t most;
   };
   Size const sizes[] = {{"tokens", &Sizes::tokens, 2147483647},
-                        {"hidden", &Sizes::hidden, 1073741823},
-                        {"intermediate", &Sizes::intermediate, 1073741823},
+                        {"hidden", &Sizes::hidden, 1073741760},
+                        {"intermediate", &Sizes::intermediate, 1073741760},
                         {"experts", &Sizes::experts, 4096},
                         {"top_k", &Sizes::top_k, 4096}};
   for (OfLayer const& bytes : all) {
@@ -95,7 +95,7 @@ TEST(Workspace, WrongSizesOfLayersAreNamed) {
                    [&] { bytes({4, 16, 8, 2, 2, -1, wrong}); });
     }
   }
-  expect_error("intermediate: expected 0 to 1073741823, got -1",
+  expect_error("intermediate: expected 0 to 1073741760, got -1",
                [] { score_parts({4, 16, -1, 2, 2}); });
   char const* const dtype =
       "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 4";
@@ -128,7 +128,7 @@ TEST(Workspace, WrongSizesOfRoutersAreNamed) {
   expect_slots([](int64_t t, int64_t e, int64_t) { rounding_workspace_bytes(t, e); });
   expect_slots([](int64_t t, int64_t e, int64_t) { balance_workspace_bytes(t, e, 1); });
   for (int64_t const wrong : {-1, 1 << 30}) {
-    expect_error(text_of("hidden: expected 0 to 1073741823, got ", wrong),
+    expect_error(text_of("hidden: expected 0 to 1073741760, got ", wrong),
                  [&] { router_logits_workspace_bytes(4, wrong, 8, DType::float32); });
   }
   expect_error("experts: expected 0 to 4096, got -1",

@@ -79,7 +79,7 @@ TEST(CheckFloat8, QuantizeRows) {
   using Q = QuantizeRows;
   WrongCalls<Q> const wrong(&Calls::quantize_rows, cpu::quantize_rows, cuda::quantize_rows);
   wrong.size("rows", &Q::rows, 0, 2147483647);
-  wrong.size("columns", &Q::columns, 1, 1073741823);
+  wrong.size("columns", &Q::columns, 1, 1073741760);
   expect_element(wrong, "dtype", &Q::dtype);
   expect_format(wrong, "format", &Q::format);
   expect_kind(wrong);
@@ -93,8 +93,8 @@ TEST(CheckFloat8, QuantizeWeights) {
   WrongCalls<Q> const wrong(&Calls::quantize_weights, cpu::quantize_weights,
                             cuda::quantize_weights);
   wrong.size("experts", &Q::experts, 1, 4096);
-  wrong.size("out", &Q::out, 1, 1073741823);
-  wrong.size("in", &Q::in, 1, 1073741823);
+  wrong.size("out", &Q::out, 1, 1073741760);
+  wrong.size("in", &Q::in, 1, 1073741760);
   expect_element(wrong, "dtype", &Q::dtype);
   expect_format(wrong, "format", &Q::format);
   expect_kind(wrong);
@@ -118,7 +118,7 @@ TEST(CheckFloat8, QuantizeChunks) {
   wrong.size("rows", &Q::rows, 0, 2147483647);
   wrong.size("tokens", &Q::tokens, 0, 2147483647);
   wrong.size("groups", &Q::groups, 1, 4096);
-  wrong.size("columns", &Q::columns, 1, 1073741823);
+  wrong.size("columns", &Q::columns, 1, 1073741760);
   wrong.size("halves", &Q::halves, 1, 2);
   expect_element(wrong, "dtype", &Q::dtype);
   expect_format(wrong, "format", &Q::format);
@@ -135,8 +135,8 @@ TEST(CheckFloat8, ChunkProduct) {
   WrongCalls<P> const wrong(&Calls::chunk_product, cpu::chunk_product, cuda::chunk_product);
   wrong.size("rows", &P::rows, 0, 2147483647);
   wrong.size("groups", &P::groups, 1, 4096);
-  wrong.size("out", &P::out, 1, 1073741823);
-  wrong.size("in", &P::in, 1, 1073741823);
+  wrong.size("out", &P::out, 1, 1073741760);
+  wrong.size("in", &P::in, 1, 1073741760);
   expect_format(wrong, "a_format", &P::a_format);
   expect_element(wrong, "d_dtype", &P::d_dtype);
   wrong.pointer("offsets", &P::offsets);
@@ -165,8 +165,8 @@ TEST(CheckFloat8, ScaledGroupedGemm) {
   WrongCalls<G> const wrong(&Calls::scaled_gemm, cpu::scaled_grouped_gemm,
                             cuda::scaled_grouped_gemm);
   wrong.size("m", &G::m, 0, 2147483647);
-  wrong.size("n", &G::n, 1, 1073741823);
-  wrong.size("k", &G::k, 1, 1073741823);
+  wrong.size("n", &G::n, 1, 1073741760);
+  wrong.size("k", &G::k, 1, 1073741760);
   wrong.size("groups", &G::groups, 1, 4096);
   wrong.size("halves", &G::halves, 1, 2);
   expect_format(wrong, "a_format", &G::a_format);
@@ -272,7 +272,7 @@ TEST(CheckFloat8, QuantizeMicro) {
   using Q = QuantizeMicro;
   WrongCalls<Q> const wrong(&Calls::quantize_micro, cpu::quantize_micro, cuda::quantize_micro);
   wrong.size("rows", &Q::rows, 0, 2147483647);
-  wrong.size("columns", &Q::columns, 1, 1073741823);
+  wrong.size("columns", &Q::columns, 1, 1073741760);
   expect_element(wrong, "dtype", &Q::dtype);
   wrong.expect("format: expected 0 to 2, got 3", [](Q& x) { x.format = Microscaling(3); });
   wrong.expect("columns: expected an even number for NVFP4, got 15",
@@ -292,7 +292,7 @@ TEST(CheckFloat8, RegroupMicro) {
   using R = RegroupMicro;
   WrongCalls<R> const wrong(&Calls::regroup_micro, cpu::regroup_micro, cuda::regroup_micro);
   wrong.size("rows", &R::rows, 0, 2147483647);
-  wrong.size("columns", &R::columns, 1, 1073741823);
+  wrong.size("columns", &R::columns, 1, 1073741760);
   expect_format(wrong, "format", &R::format);
   wrong.rows("x", &R::x, 4, 16);
   wrong.pointer("x_scales", &R::x_scales);

@@ -340,7 +340,9 @@ TEST(Cuda, AllConfigsClaimSharedTiles) {
     for (size_t i = 0; i < claimed.size(); ++i) {
       EXPECT_TRUE(claimed[i] == dealt[i]) << "result " << i;
     }
-    for (int32_t count : counts) EXPECT_NE(count, 77);
+    // An expert's tiles have at most 512 of its 700 rows, those of a pair of blocks, and 256 of 520
+    // columns.
+    for (int32_t count : counts) EXPECT_GE(count, 2 * 2 * 3);
   }
 }
 

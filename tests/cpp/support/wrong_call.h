@@ -134,8 +134,8 @@ class WrongCalls {
   // Sizes of a layer.
   void sizes() const {
     size("tokens", [](Args& x) -> auto& { return x.sizes.tokens; }, 0, 2147483647);
-    size("hidden", [](Args& x) -> auto& { return x.sizes.hidden; }, 1, 1073741823);
-    size("intermediate", [](Args& x) -> auto& { return x.sizes.intermediate; }, 1, 1073741823);
+    size("hidden", [](Args& x) -> auto& { return x.sizes.hidden; }, 1, 1073741760);
+    size("intermediate", [](Args& x) -> auto& { return x.sizes.intermediate; }, 1, 1073741760);
     size("experts", [](Args& x) -> auto& { return x.sizes.experts; }, 1, 4096);
     size("top_k", [](Args& x) -> auto& { return x.sizes.top_k; }, 1, 4096);
     expect("tokens * top_k: expected 0 to 2147483647, got 4294967296",

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "cuda/sm90/decode/claims.h"
-#include "cuda/sm90/decode/decode.h"
 
 namespace guild::cuda::sm90 {
 namespace {

@@ -22,11 +22,6 @@ void tall_row_product(RowProduct const& product, Queue const& queue);
 // Whether its activation is what StaticActivation::swiglu stands for.
 bool is_swiglu(UpProduct const& product);
 
-// The counter from which a launch's blocks claim tiles, or -1 if it has none: product.cuh. `out` is
-// what the launch writes. Nothing else may write it at that time, except another launch that shares
-// the multiprocessors and has a queue counter of its own; so no other launch has this counter then.
-int claims_of(void const* out, Queue const& queue);
-
 // No group is expected to have more rows.
 inline int64_t most_tokens(RowProduct const& x) { return x.tokens >= 0 ? x.tokens : x.rows; }
 

@@ -3,7 +3,6 @@
 #pragma once
 #include "cuda/alignment.h"
 #include "cuda/arch/barrier.cuh"
-#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/warp.cuh"
 #include "guild/routing.h"

@@ -2,7 +2,6 @@
 // from the router's product. That saves a launch, which would take longer than the repeated choice.
 #pragma once
 #include <cstddef>
-#include <type_traits>
 
 #include "cuda/arch/dependent_launch.cuh"
 #include "cuda/routing/route_few.cuh"

@@ -30,9 +30,10 @@
 
 namespace guild::cuda::sm90 {
 
-// known: see DecodeResults; where it is swiglu, weights come by whole stages.
+// known: see DecodeResults; where it is swiglu, weights come by whole stages. at_once: blocks that
+// share a multiprocessor; 0: the launch decides.
 template <class T, DecodeShape S, Major major, bool gathered, bool activates, PlanFrom from,
-          StaticActivation known, int stage_bytes = S.stage_bytes()>
+          StaticActivation known, int at_once = 0, int stage_bytes = S.stage_bytes()>
 struct DecodeProduct {
   static constexpr bool kChooses = chooses(from);
   static constexpr bool kPlain = known == StaticActivation::swiglu;
@@ -55,7 +56,7 @@ struct DecodeProduct {
     int32_t const* expert_at[2];  // which matrix is an expert's; null: they are in order
     bool halves;                  // part[1] has the same rows of up; else the rows that follow
     int across, rows, k;          // tiles side by side; rows of X and of the results
-    int stages;                   // of the ring: longer where a block has a multiprocessor alone
+    int stages;                   // of the ring
     // Whether the weights and the plan's input were complete when the previous kernel let this one
     // start.
     bool early;
@@ -80,10 +81,10 @@ struct DecodeProduct {
   static constexpr bool kTakesHalves = activates && S.rows >= 2 * kBoxRows;
 
   using Stage = RingStage<stage_bytes>;
-  using Ring = sm90::Ring<Stage, stages_of_block(stage_bytes, 1)>;
+  using Ring = sm90::Ring<Stage, stages_of_block(stage_bytes, std::max(at_once, 1))>;
   using Storage = typename DecodeResults<T, S, activates, known>::template Storage<S.tokens>;
   using Announced = TileQueue<kConsumerWarps + 1>;
-  // After the ring's stages, of which Params has the number.
+  // After the ring's stages.
   struct SharedStorage {
     Ring ring;
     Storage results;
@@ -100,6 +101,9 @@ struct DecodeProduct {
   static_assert(bytes(stages_of_block(stage_bytes, kAtOnce)) <= 226 * 1024 / kAtOnce,
                 "too many stages");
   static_assert(sizeof(SharedStorage) >= read_after(S));
+  static __device__ int ring_stages(Params const& p) {
+    return at_once > 0 ? stages_of_block(stage_bytes, at_once) : p.stages;
+  }
   static __device__ Stage* stages() {
     extern __shared__ __align__(1024) char memory[];
     return reinterpret_cast<Stage*>(memory);
@@ -184,7 +188,7 @@ struct DecodeProduct {
     uint64_t const policy = evict_first();
     Tiles tiles = tiles_of(p, plan);
     TileNumbers numbers(p.claims);
-    RingCursor at{p.stages};
+    RingCursor at{ring_stages(p)};
     QueueEnd end;
     Tile tile, next;
     bool waits = p.early, more = tiles.find(numbers.now, next);
@@ -194,7 +198,7 @@ struct DecodeProduct {
       int const count = stages_of(p, tile);
       int asks_at = max(0, count - kAskedAhead), finds_at = found_at(count);
       // Claims wait for the kernel before: first the ring is filled.
-      if (waits) asks_at = finds_at = max(finds_at, min(count, p.stages) - 1);
+      if (waits) asks_at = finds_at = max(finds_at, min(count, ring_stages(p)) - 1);
       for (int i = 0; i < count; ++i, at.advance()) {
         ring.empty[at.stage].wait(at.phase ^ 1);
         if (leads) {
@@ -220,7 +224,7 @@ struct DecodeProduct {
   static __device__ void gather(Params const& p, SharedStorage& smem, Plan const& plan) {
     if (p.early) wait_for_previous();
     Ring& ring = smem.ring;
-    RingCursor at{p.stages};
+    RingCursor at{ring_stages(p)};
     QueueEnd end;
     GatheredRows<S> rows;
     Tile tile, next;
@@ -267,7 +271,7 @@ struct DecodeProduct {
     if (from != PlanFrom::offsets && p.plan.writes && blockIdx.x + 1 == gridDim.x) {
       smem.planner.template store<32 * kConsumerWarps>(p.plan.sort, plan);
     }
-    RingCursor at{p.stages};
+    RingCursor at{ring_stages(p)};
     QueueEnd end;
     for (Tile tile; smem.queue.take(end, tile);) {
       if (tile.rows <= 8) {
@@ -310,7 +314,7 @@ struct DecodeProduct {
   }
 
   static __device__ void run(Params const& p) {
-    auto& smem = *reinterpret_cast<SharedStorage*>(stages() + p.stages);
+    auto& smem = *reinterpret_cast<SharedStorage*>(stages() + ring_stages(p));
     if (threadIdx.x == 0) {
       if (kPlain || p.weight.by_stage) {
         prefetch(p.weight.stage);

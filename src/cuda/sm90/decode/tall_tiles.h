@@ -38,7 +38,7 @@ struct TallTiles {
     Tile tile = matrix(begin, end).at(index);
     tile.expert = group;
     tile.row += begin;
-    tile.apart = is_broad(end - begin);
+    tile.apart = is_broad(end - begin);  // there are no clusters here
     return tile;
   }
 };

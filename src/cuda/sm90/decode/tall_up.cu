@@ -29,7 +29,6 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   p.results.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, paired ? 2 * x.n : x.n)};
   p.results.pairing = {x.pairing};
   p.results.activation = activation_in<float>(x.activation);
-  if (is_swiglu(x)) p.results.activation.up_offset = -0.f;
   launch_tall<Product>(p, x.rows, queue);
 }
 

@@ -25,7 +25,7 @@ struct ChunkTiles : InnerTiles {
   }
 };
 
-// Loads a chunk's columns, 64 codes wide rows of 128 bytes.
+// Loads a chunk's columns as rows of 128 bytes: 64 pairs of codes.
 template <GemmConfig C>
 struct ChunkColumns {
   using Element = __nv_bfloat16;

@@ -8,8 +8,7 @@
 namespace guild::cuda {
 
 // Codes (slots, halves * columns, 128) as (128, columns, halves, slots), in elements of two bytes,
-// with boxes of 64 bytes and 128 columns, which lie in shared memory swizzled by 64
-// bytes.
+// with boxes of 64 bytes and 128 columns, which lie in shared memory swizzled by 64 bytes.
 CUtensorMap turned_map(uint8_t const* codes, int64_t columns, int halves, int64_t slots,
                        char const* name);
 

@@ -5,13 +5,10 @@
 
 #include "cuda/sm90/expert_matrices.cuh"
 #include "cuda/sm90/float8/chunk_kernel.cuh"
-#include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/float8/launch.cuh"
 
 namespace guild::cuda::sm90 {
 namespace {
-
-// A pair of blocks loads a third less from L2, as in kConfigs.
-constexpr GemmConfig kConfig{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2};
 
 CUtensorMap chunk_map(ConstChunks const& x, int64_t columns, int64_t slots, int box_rows,
                       char const* name) {
@@ -23,31 +20,28 @@ CUtensorMap chunk_map(ConstChunks const& x, int64_t columns, int64_t slots, int 
 
 template <Codes codes, class Epilogue>
 void launch_chunks(ChunkProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  using Kernel = ChunkSums<kConfig, Epilogue, codes>;
+  using Kernel = ChunkSums<kScaledConfig, Epilogue, codes>;
   int64_t const slots = chunk_slots(x.rows, x.groups);
   typename Kernel::Params params{};
   ChunkTiles& work = params.work;
   work.groups = expert_groups(x.offsets, x.groups, x.rows);
-  work.tile_n = kConfig.tile_n;
+  work.tile_n = kScaledConfig.tile_n;
   work.rows = int(x.out);
-  work.across = int(ceil_div(x.in, kConfig.tile_n));
+  work.across = int(ceil_div(x.in, kScaledConfig.tile_n));
   params.load.a = chunk_map(x.a, x.out, slots, 64, "a");
-  params.load.b = chunk_map(x.b, x.in, slots, ChunkColumns<kConfig>::kBoxRows, "b");
+  params.load.b = chunk_map(x.b, x.in, slots, ChunkColumns<kScaledConfig>::kBoxRows, "b");
   params.epilogue = epilogue;
   params.a_scales = x.a.scales;
   params.b_scales = x.b.scales;
   params.b_blocks = int(ceil_div(x.in, kScaleBlock));
   params.accumulate = x.accumulate;
-  launch<Kernel>(params, x.groups * ceil_div(x.out, kConfig.cluster_m()) * work.across, queue);
+  launch<Kernel>(params, x.groups * ceil_div(x.out, kScaledConfig.cluster_m()) * work.across,
+                 queue);
 }
 
 template <class Epilogue>
 void launch_format(ChunkProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  if (x.a_format == Float8::e4m3) {
-    launch_chunks<Codes::e4m3_e4m3>(x, epilogue, queue);
-  } else {
-    launch_chunks<Codes::e5m2_e4m3>(x, epilogue, queue);
-  }
+  with_codes(x.a_format, [&](auto codes) { launch_chunks<codes.value>(x, epilogue, queue); });
 }
 
 // The same product with its operands exchanged, if that makes D contiguous along its columns and is

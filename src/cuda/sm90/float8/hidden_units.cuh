@@ -22,7 +22,7 @@ struct HiddenUnits {
     float2 gate[4], up[4];
   };
   // Codes of 32 columns: a word holds two neighbours of row r and two of row r + 8.
-  struct Codes {
+  struct UnitCodes {
     uint32_t gate[4], up[4];
   };
 
@@ -63,7 +63,7 @@ struct HiddenUnits {
   }
 
   // The 32 columns from 8 * first on.
-  __device__ void read_codes(Codes& to, uint32_t stage, int first, int thread) const {
+  __device__ void read_codes(UnitCodes& to, uint32_t stage, int first, int thread) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       to.gate[i] = load_pairs(stage, first + i, thread);
@@ -72,7 +72,7 @@ struct HiddenUnits {
   }
 
   // The 16 columns from 8 * block on.
-  __device__ Values values_at(Codes const& codes, float const (&scale)[2][2], uint32_t stage,
+  __device__ Values values_at(UnitCodes const& codes, float const (&scale)[2][2], uint32_t stage,
                               int block, int thread) const {
     Values to;
     if constexpr (of_codes) {

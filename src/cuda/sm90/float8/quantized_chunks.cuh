@@ -170,7 +170,7 @@ __device__ inline void order_rows(uint32_t box, int columns, int thread) {
 // If the consumer is alone, the other one's 64 bytes become zeros.
 __device__ inline void store_turned(ChunkOutput const& out, uint32_t box, int slot, int half,
                                     int col, ChunkShare const& share, int thread) {
-  if (thread == 0) tma_store_at(out.map, box, 32 * share.group, col, half, slot);
+  if (thread == 0) tma_store_at(out.map, box, {32 * share.group, col, half, slot});
   if (share.both) return;
   uint8_t* const other = out.place(slot, half, col) + 64 + thread % 4 * 16;
 #pragma unroll 1

@@ -8,6 +8,7 @@
 // through the ring of stages, in 16 bits or as codes, in units of 64 columns of the tile; two units
 // are the columns of one scale.
 #pragma once
+#include "cuda/arch/cluster.cuh"
 #include "cuda/sm90/epilogues.cuh"
 #include "cuda/sm90/float8/hidden_units.cuh"
 #include "cuda/sm90/float8/quantized_chunks.cuh"
@@ -331,7 +332,7 @@ struct ScaledDownGradientEpilogue {
                                                 uint32_t stage, uint32_t box, State& rows, int left,
                                                 int thread) const {
     uint32_t const to = matrices_address(box, thread);
-    typename Hidden::Codes codes;
+    typename Hidden::UnitCodes codes;
 #pragma unroll
     for (int block = 0; block < 8; block += 2) {
       if constexpr (of_codes) {

@@ -1,7 +1,7 @@
 // Results that each warp stores for itself: its 16 rows of a box go to shared memory and from
 // there, by TMA, to global memory. No warp waits for another.
 #pragma once
-#include "cuda/arch/store.cuh"
+#include "cuda/arch/copy.cuh"
 #include "cuda/products.h"
 #include "cuda/sm90/fragment.cuh"
 
@@ -51,7 +51,7 @@ struct WarpRows {
     fence_async_proxy();
     __syncwarp();
     if (thread % 32 != 0 || rows <= 0) return;
-    tma_store_at(map, box + first * kRowBytes, x, half, 64 - rows, tile.row + first + rows);
+    tma_store_at(map, box + first * kRowBytes, {x, half, 64 - rows, tile.row + first + rows});
     tma_store_commit();
   }
 };

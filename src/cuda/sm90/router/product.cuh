@@ -10,8 +10,6 @@
 //   warps 0 .. 4 n - 1   consumers: n warpgroups, 64 tokens each
 //   warp 4 n             producer: x and W by TMA through a ring of stages, each 64 deep
 #pragma once
-#include <algorithm>
-
 #include "cuda/arch/copy.cuh"
 #include "cuda/arch/dependent_launch.cuh"
 #include "cuda/arch/wgmma.cuh"
