@@ -162,6 +162,10 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("num_sms",) if chooses else ("num_sms", "candidates"):
         if getattr(args, name) is not None and mode:
             raise ValueError(f"{name}: expected without --{mode}")
+    for name in ("rounds", "seconds", "calls"):  # nothing is timed
+        default = BenchPlan.rounds if name == "rounds" else None
+        if args.memory and getattr(args, name) != default:
+            raise ValueError(f"{name}: expected without --memory")
     if args.sonicmoe and mode:
         raise ValueError(f"sonicmoe: expected without --{mode}")
     for name, default in LayerForm().options().items():

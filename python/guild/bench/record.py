@@ -40,6 +40,8 @@ def read_record(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"report: {error}") from None
     known = isinstance(record, dict) and record.get("schema") == SCHEMA
-    if not known or not {"mode", "cases"} <= record.keys():
+    cases = record.get("cases") if known else None
+    listed = isinstance(cases, list) and cases and all(isinstance(case, dict) for case in cases)
+    if not listed or "mode" not in record:
         raise ValueError(f"report: expected a record that guild bench wrote, got {str(file)!r}")
     return record

@@ -20,8 +20,9 @@ _SONICMOE = f"{TITLES[SONICMOE]} / Guild"
 
 def report(record: dict[str, Any]) -> str:
     """The record's source and its tables, in Markdown."""
+    driver = "" if record["driver"] is None else f"driver {record['driver']}, "
     source = (
-        f"{record['device']}, driver {record['driver']}, torch {record['torch']}, "
+        f"{record['device']}, {driver}torch {record['torch']}, "
         f"{record['dtype']}{form_words(record)}, {record['date'][:10]}, commit "
         f"{(record['commit'] or 'unknown')[:7]}: medians of {record['rounds']} interleaved rounds."
     )
@@ -102,7 +103,7 @@ def full_table(record: dict[str, Any]) -> str:
             _pair(guild, ("over_bound",), 2),
             _pair(guild, ("speedup_over", baseline), 2),
         ]
-        tflops = " / ".join(f"{guild[which]['tflops']:.0f}" for which in PASSES)
+        tflops = " / ".join(_digits(guild[which]["tflops"]) for which in PASSES)
         floor = [_pair(figures.get("floor"), ("over_bound",), 2)] if with_floor else []
         theirs = [_pair(figures.get(SONICMOE), ("ms",), 3)] if with_sonicmoe else []
         theirs += [_pair(guild, ("speedup_over", SONICMOE), 2)] if with_sonicmoe else []
@@ -156,6 +157,11 @@ def _name(case: dict[str, Any], record: dict[str, Any]) -> list[str]:
 
 def _sizes(case: dict[str, Any]) -> str:
     return ", ".join(map(str, case["shape"].values()))
+
+
+def _digits(value: float) -> str:
+    """Without decimals where there are three digits before them, else with three digits."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _pair(figures: dict[str, Any] | None, path: tuple[str, ...], digits: int) -> str:

@@ -94,7 +94,12 @@ def _report(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
             drawn = " or ".join(_DRAWN)
             raise ValueError(f"out: expected a record of {drawn} to draw, got {record['mode']}")
         make_folder(args.out)
-    print(json.dumps(record, indent=2) if args.json else report(record))
+    try:
+        text = json.dumps(record, indent=2) if args.json else report(record)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        whole = "a whole record of this version of guild bench"
+        raise ValueError(f"report: expected {whole}, got {str(args.report)!r}") from None
+    print(text)
     if args.out is not None:
         name = f"{_file_name(record)}.png"
         _draw(record, args.out / name)

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 
 from guild.provenance import device_name, pick_device, set_threads
-from guild.train.generation import Sampling, expect_tokens, generate, readable, window_start
+from guild.train.generation import (
+    PROMPT,
+    Sampling,
+    expect_tokens,
+    generate,
+    readable,
+    window_start,
+)
 from guild.train.learner import moe_factory
-from guild.train.loop import PROMPT
 from guild.train.model import LanguageModel
 from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings

@@ -14,7 +14,7 @@ from guild.cli.bench_options import add_bench
 from guild.cli.commands import run_command
 from guild.cli.failures import told
 from guild.cli.parsing import Formatter, Parser, path
-from guild.cli.streams import escape_what_cannot_be_encoded
+from guild.cli.streams import prepare_streams
 from guild.train.interrupt import Interruption
 from guild.train.presets import PRESETS as TRAIN_PRESETS
 from guild.train.settings import CHOICES, Settings
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         be started or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C
         or SIGTERM.
     """
-    escape_what_cannot_be_encoded()
+    prepare_streams()
     parser = make_parser()
     args = parser.parse_args(arguments)
     # Read when torch loads OpenMP: how long a waiting thread spins before it sleeps. With the

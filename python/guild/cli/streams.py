@@ -1,16 +1,21 @@
-"""Standard output and error in whatever encoding they have."""
+"""Standard output and error in whatever encoding they have, if they are open at all."""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 
-def escape_what_cannot_be_encoded() -> None:
+def prepare_streams() -> None:
     r"""Write characters that a stream's encoding lacks, such as a table's lines, as \x..
 
-    In a locale without UTF-8 the first of them would otherwise end the command.
+    In a locale without UTF-8 the first of them would otherwise end the command. What goes to a
+    closed stream is lost: where `sys.stderr` is None, print() would take standard output instead.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # it may be closed, or replaced
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open to the end
+        elif isinstance(stream, io.TextIOWrapper):  # it may be replaced
             stream.reconfigure(errors="backslashreplace")

@@ -97,9 +97,10 @@ def resume_command(typed: dict[str, Any], out: Path) -> str:
 
     It repeats what the checkpoint does not hold: where the bytes come from, and how to compute.
     """
-    words = guild_command()
+    words = command_of("guild", "guild")
     if typed.get("fsdp"):
-        words = ["torchrun", "--nproc-per-node", local_ranks(), "-m", "guild"]
+        torchrun = command_of("torchrun", "torch.distributed.run")
+        words = [*torchrun, "--nproc-per-node", local_ranks(), "-m", "guild"]
     words += ["train", "--resume", *_option("out", out)]
     for name in ("corpus", "device", "check_every", "threads", "expert_parallel"):
         if name in typed:
@@ -129,14 +130,14 @@ def _escaped(byte: int) -> str:
     return f"\\x{byte:02x}"
 
 
-def guild_command() -> list[str]:
-    """How to call `guild` here: by its name only if the shell finds this installation."""
-    script = Path(sys.executable).parent / "guild"
+def command_of(name: str, module: str) -> list[str]:
+    """How to call a command of this Python: by its name only if the shell finds this one."""
+    script = Path(sys.executable).parent / name
     if not script.exists():
-        return [sys.executable, "-m", "guild"]
-    found = shutil.which("guild")
+        return [sys.executable, "-m", module]
+    found = shutil.which(name)
     if found and Path(found).samefile(script):
-        return ["guild"]
+        return [name]
     here = Path.cwd()
     return [str(script.relative_to(here)) if script.is_relative_to(here) else str(script)]
 

@@ -38,7 +38,8 @@ class Corpus:
     files : int
         Number of files read.
     digest : str
-        CRC-32 of the training bytes in hexadecimal; a run resumes only on the same bytes.
+        CRC-32 of the bytes to train on and of those held out, in hexadecimal; a run resumes only on
+        the same bytes.
     """
 
     train: torch.Tensor
@@ -141,7 +142,8 @@ def load_corpus(folder: Path | None = None, context: int = 128) -> Corpus:
                 f"bytes, expected at least {context + 2} (one window of {context} and its "
                 f"target); about one file in {_HELD_OUT_ONE_IN}, by a hash of its path, is held out"
             )
-    return Corpus(_as_tensor(train), _as_tensor(held_out), len(files), f"{zlib.crc32(train):08x}")
+    digest = "".join(f"{zlib.crc32(data):08x}" for data in (train, held_out))
+    return Corpus(_as_tensor(train), _as_tensor(held_out), len(files), digest)
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

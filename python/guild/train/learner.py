@@ -62,6 +62,13 @@ def _guild_factory(s: Settings, balanced: bool, fp8: bool) -> MoEFactory:
         over = {"balance_over": "batch"} if balanced else {}
         return functools.partial(guild.MoE, **shared, **over)
     router = guild.Router.named(s.router)
+    try:
+        router.expect_sizes(s.experts, s.top_k)
+    except ValueError as error:
+        raise ValueError(
+            f"router: {s.router} does not fit {s.experts} experts of which a token goes to "
+            f"{s.top_k}: {error}"
+        ) from None
     if s.round != "none":
         router = dataclasses.replace(router, rounding=s.round, tile=s.tile)
     options: dict[str, Any] = {"router": router, "balance_over": "batch", **shared}
@@ -299,20 +306,12 @@ class Learner:
             moments = state["optimizer"]["state"]
             self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
             for weight in self.model.parameters():
-                self._expect_moments(weight, self.optimizer.state[weight])
+                expect_moments(weight, self.optimizer.state[weight])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             raise ValueError(
                 f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "
                 "model; another version of Guild may have written it"
             ) from None
-
-    @staticmethod
-    def _expect_moments(weight: torch.Tensor, held: dict[str, Any]) -> None:
-        """AdamW loads moments of any shape, and its fused step reads past a shorter one."""
-        if held["exp_avg"].shape != weight.shape or held["exp_avg_sq"].shape != weight.shape:
-            raise ValueError("moments of another weight")
-        if held["step"].numel() != 1:
-            raise ValueError("step counts of another optimiser")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -323,6 +322,29 @@ class Learner:
             return list(tensors)
         # Pinned, so that the copy does not stop the host from running ahead.
         return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
+
+
+def expect_whole(model: LanguageModel, tensors: dict[str, Any], moments: dict[str, Any]) -> None:
+    """Raise unless there are all of a model's tensors and moments, by name, in their shapes.
+
+    torch.distributed.checkpoint would leave as it is what is missing.
+    """
+    own = model.state_dict()
+    if tensors.keys() != own.keys() or any(t.shape != own[n].shape for n, t in tensors.items()):
+        raise ValueError("tensors of another model")
+    weights = dict(model.named_parameters())
+    if moments.keys() != weights.keys():
+        raise ValueError("moments of other weights")
+    for name, weight in weights.items():
+        expect_moments(weight, moments[name])
+
+
+def expect_moments(weight: torch.Tensor, held: dict[str, Any]) -> None:
+    """Raise unless they are a weight's: AdamW's fused step would read past shorter ones."""
+    if held["exp_avg"].shape != weight.shape or held["exp_avg_sq"].shape != weight.shape:
+        raise ValueError("moments of another weight")
+    if held["step"].numel() != 1:
+        raise ValueError("step counts of another optimiser")
 
 
 def set_lr(group: dict[str, Any], lr: float, device: torch.device) -> None:

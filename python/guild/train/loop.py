@@ -17,7 +17,7 @@ from rich.console import Console
 from guild.provenance import provenance
 from guild.train.compare import comparison, mean_loss, steps_of, tokens_per_second
 from guild.train.corpus import Corpus, load_corpus
-from guild.train.generation import Sampling, generate, readable
+from guild.train.generation import PROMPT, Sampling, generate, readable
 from guild.train.interrupt import StopRequest
 from guild.train.learner import Learner
 from guild.train.plots import plot_run
@@ -29,7 +29,6 @@ from guild.train.world import agreed, run_folder, writes, written_by_one
 FINAL_STEPS = 50
 FINAL_WINDOWS = 1024
 _CHECK_WINDOWS = 128
-PROMPT = b'class Reader:\n    """Reads a file."""\n\n    def '
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from guild.train.names import NAMES  # noqa: E402
 
 _COLOURS = {"fp8": "#2a8a4a", "guild": "#1f5fa8", "plain": "#d9822b"}
 _SMOOTHING = 25
+_MOST_LABELS = 8  # of layers: a longer legend would leave no room for the curves
 
 
 def _smooth(values: list[float]) -> np.ndarray:
@@ -84,8 +85,12 @@ def _plot_loss(axis: plt.Axes, rows: list[dict[str, Any]], runs: list[str]) -> N
 def _plot_load(axis: plt.Axes, rows: list[dict[str, Any]], moe: str) -> None:
     run = steps_of(rows, moe)
     steps = [row["step"] for row in run]
-    for layer, loads in enumerate(zip(*(row["load"] for row in run), strict=True)):
-        axis.plot(steps, _smooth(list(loads)), label=f"layer {layer}")
+    layers = list(zip(*(row["load"] for row in run), strict=True))
+    every = -(-len(layers) // _MOST_LABELS)
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(layers)))  # from first to last
+    for layer, (loads, colour) in enumerate(zip(layers, colours, strict=True)):
+        label = f"layer {layer}" if layer % every == 0 else None
+        axis.plot(steps, _smooth(list(loads)), color=colour, label=label)
     axis.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
     axis.set_title(f"expert load, {NAMES[moe]}", fontsize=10)
     axis.set_ylabel("busiest expert / mean (1 is even)")

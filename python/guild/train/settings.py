@@ -27,6 +27,7 @@ CHOICES = {
     "round": ("none", "nearest", "up", "down", "stochastic", "balanced"),
 }
 MOST_SEED = 2**62
+_MOST_COUNT = 2**31 - 1
 
 _BYTES = 256
 _PLAIN_ROUTERS = ("softmax_renormalized", "topk_softmax")
@@ -125,6 +126,10 @@ class Settings:
             )
         if self.seed > MOST_SEED:
             raise ValueError(f"seed: expected 0 to {MOST_SEED}, got {self.seed}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and field.name != "seed" and value > _MOST_COUNT:
+                raise ValueError(f"{field.name}: expected at most {_MOST_COUNT}, got {value}")
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):

@@ -34,7 +34,13 @@ from guild.train.corpus import Corpus
 from guild.train.gathered import knows_fsdp
 from guild.train.generation import Sampling, window_start
 from guild.train.head import chunked_cross_entropy
-from guild.train.learner import Learner, busiest_over_mean, moe_factory, optimizer_options
+from guild.train.learner import (
+    Learner,
+    busiest_over_mean,
+    expect_whole,
+    moe_factory,
+    optimizer_options,
+)
 from guild.train.mapped import can_map
 from guild.train.model import LanguageModel
 from guild.train.peer_copies import use_copies
@@ -311,23 +317,18 @@ class ShardedLearner(Learner):
     def load(self, state: dict[str, Any]) -> None:
         """As `Learner.load`, from a run on any number of ranks."""
         names = {id(p): n for n, p in self.model.named_parameters()}
-        ordered = [names[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
+        own = [names[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
         try:
             saved = state["optimizer"]
-            moments = {
-                "state": {ordered[i]: held for i, held in saved["state"].items()},
-                "param_groups": [
-                    group | {"params": [ordered[i] for i in group["params"]]}
-                    for group in saved["param_groups"]
-                ],
-            }
-            whole = StateDictOptions(full_state_dict=True)
+            moments = {own[i]: held for i, held in saved["state"].items()}
+            groups = [g | {"params": [own[i] for i in g["params"]]} for g in saved["param_groups"]]
+            expect_whole(self.model, state["model"], moments)
             set_state_dict(
                 self.model,
                 self.optimizer,
                 model_state_dict=state["model"],
-                optim_state_dict=moments,
-                options=whole,
+                optim_state_dict={"state": moments, "param_groups": groups},
+                options=StateDictOptions(full_state_dict=True),
             )
             if self.weights is not None:
                 self.weights.refresh()

@@ -181,3 +181,23 @@ def test_sweep_table_shows_median_and_worst() -> None:
     record |= {"dtype": "float32", "rounds": 1}
     (text,) = markdown_tables(sweep_table(record))
     assert "1.20 / 1.20" in text and "1.50 / 1.50" in text and "failed" in text
+
+
+def test_records_with_missing_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of another version, or changed by hand: one line says so."""
+    whole = json.dumps(tiny_record("balanced"))
+    file = tmp_path / "bench.json"
+    for key in ("figures", "name", "shape", "routing"):
+        record = json.loads(whole)
+        del record["cases"][0][key]
+        file.write_text(json.dumps(record))
+        assert main(["bench", "--report", str(file)]) == 2, key
+    for cases in (None, [], {}, [3]):
+        file.write_text(json.dumps(json.loads(whole) | {"cases": cases}))
+        assert main(["bench", "--report", str(file)]) == 2, cases
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(re.findall(r"^guild bench: report: expected a .*\n", printed.err, re.M)) == 8
+    file.write_text(whole)
+    assert main(["bench", "--report", str(file)]) == 0
+    assert "driver" not in capsys.readouterr().out

@@ -105,6 +105,29 @@ def other_trainings(rank: int) -> None:
         assert not (folder / "b" / "checkpoint.pt").exists()
 
 
+def incomplete_checkpoints(rank: int) -> None:
+    """What is missing or has another shape is refused, not left as it was drawn."""
+    file = Path(os.environ["GUILD_TEST_FOLDER"]) / "a" / "checkpoint.pt"  # of `other_trainings`
+    whole = torch.load(file)
+    for spoil in (
+        lambda learner: learner["model"].pop("blocks.0.attention.qkv.weight"),
+        lambda learner: learner["model"].pop("blocks.0.moe.router.selection_bias"),
+        lambda learner: learner["model"].update(more=torch.ones(3)),
+        lambda learner: learner["optimizer"]["state"].clear(),
+        lambda learner: learner["optimizer"]["state"].pop(1),
+        lambda learner: learner["optimizer"]["state"][0].update(exp_avg=torch.ones(1)),
+        lambda learner: learner["optimizer"]["state"][0].update(step=torch.ones(2)),
+    ):
+        dist.barrier()
+        if rank == 0:
+            state = copy.deepcopy(whole)
+            spoil(state["learners"]["guild"])
+            torch.save(state, file)
+        dist.barrier()
+        with pytest.raises(ValueError, match="do not fit this guild model"):
+            run(settings_of("biased", steps=4), file.parent, fsdp=True, resume=True)
+
+
 def on_the_command_line(rank: int) -> None:
     """Only the first rank uses console and folder; a finished run says so."""
     folder = Path(os.environ["GUILD_TEST_FOLDER"])

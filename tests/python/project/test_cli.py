@@ -63,14 +63,17 @@ def test_layers_load_no_distributed_tensors() -> None:
     ("command", "status", "message"),
     [
         ("info", 0, ""),
+        ("generate nowhere", 2, "guild generate: run: expected a folder .* got 'nowhere'\n"),
         ("bench", 1, "guild bench: .*rich.*; pip install 'guild\\[cli\\]' brings it\n"),
         ("train", 1, "guild train: .*rich.*; pip install 'guild\\[cli\\]' brings it\n"),
     ],
 )
 def test_without_the_commands_packages(command: str, status: int, message: str) -> None:
-    """The library and `guild info` need nothing but torch."""
+    """The library, `guild info` and `guild generate` need nothing but torch."""
     block = "sys.modules |= dict.fromkeys(('matplotlib', 'numpy', 'rich'))"
-    code = f"import sys; {block}; from guild.cli.main import main; sys.exit(main(['{command}']))"
+    code = (
+        f"import sys; {block}; from guild.cli.main import main; sys.exit(main({command.split()}))"
+    )
     run = start("-W", "ignore", "-c", code)
     output, _ = run.communicate(timeout=60)
     assert run.returncode == status, output
@@ -125,6 +128,13 @@ def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) 
         ("train --threads 0", "threads: expected 1 to 4096, got 0"),
         (f"train --threads {10**20}", f"threads: expected 1 to 4096, got {10**20}"),
         (f"train --seed {10**20}", f"seed: expected 0 to {2**62}, got {10**20}"),
+        (f"train --batch {2**62}", f"batch: expected at most {2**31 - 1}, got {2**62}"),
+        (f"train --warmup {10**20}", f"warmup: expected at most {2**31 - 1}, got {10**20}"),
+        (f"train --shared {10**21}", f"shared: expected at most {2**31 - 1}, got {10**21}"),
+        (
+            "train --router deepseek_v3 --experts 4",
+            "router: deepseek_v3 does not fit 4 experts of which a token goes to 2: groups: ex",
+        ),
         ("train --check-every 0", "check_every: expected at least 1, got 0"),
         ("train --compare --moe plain", "moe: --compare trains both layers"),
         ("train --resume --out nowhere", r"resume: no checkpoint\.pt in 'nowhere'"),
@@ -139,6 +149,9 @@ def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) 
         ("bench --steps --bias --transposed", "transposed: expected without --steps"),
         ("bench --fp8 --activation gpt_oss", "activation: expected without --fp8"),
         ("bench --sonicmoe --order interleaved", "order: expected without --sonicmoe"),
+        ("bench --memory --rounds 1", "rounds: expected without --memory"),
+        ("bench --memory --seconds 1", "seconds: expected without --memory"),
+        ("bench --memory --calls 1", "calls: expected without --memory"),
         ("bench --steps --num-sms 9", "num_sms: expected without --steps"),
         ("bench --memory --num-sms 9", "num_sms: expected without --memory"),
         ("bench --rounding --num-sms 9", "num_sms: expected without --rounding"),
@@ -169,6 +182,15 @@ def test_bad_arguments(
     assert main(words) == 2
     printed = capsys.readouterr().err
     assert re.fullmatch(rf"guild {words[0]}: {message}.*\n", printed)
+
+
+def test_errors_do_not_go_to_standard_output() -> None:
+    """Where standard error is closed, print() would write to it."""
+    command = f"{sys.executable} -m guild generate nowhere 2>&-"
+    run = subprocess.run(
+        command, shell=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(PACKAGE)}
+    )
+    assert (run.returncode, run.stdout) == (2, b"")
 
 
 def test_float32_is_for_the_cpu(gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

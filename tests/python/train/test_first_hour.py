@@ -185,16 +185,23 @@ def test_printed_commands_work_as_typed(
     assert json.loads((out / "summary.json").read_text())["steps"] == 20
 
 
+@pytest.mark.parametrize("name", ["guild", "torchrun"])
 @pytest.mark.parametrize("on_path", [True, False])
-def test_guild_by_its_name(on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Printed commands say `guild` only where the shell finds this environment's own."""
-    script = tmp_path / "env/bin/guild"
+def test_commands_by_their_names(
+    on_path: bool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Printed commands have names only where the shell finds this environment's own."""
+    script = tmp_path / "env/bin" / name
     script.parent.mkdir(parents=True)
     script.touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
     monkeypatch.setenv("PATH", str(script.parent) if on_path else "/usr/bin")
     monkeypatch.chdir(tmp_path)
-    assert train_command.guild_command() == ["guild" if on_path else "env/bin/guild"]
+    assert train_command.command_of(name, "module") == [name if on_path else f"env/bin/{name}"]
+    script.unlink()
+    assert train_command.command_of(name, "module") == [sys.executable, "-m", "module"]
+    resumed = train_command.resume_command({"fsdp": True}, Path("a"))
+    assert resumed.startswith(f"{sys.executable} -m torch.distributed.run --nproc-per-node ")
 
 
 def test_new_run_moves_the_old_one_aside(

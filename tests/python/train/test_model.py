@@ -53,6 +53,18 @@ def test_corpus_holds_out_whole_files(tmp_path: Path) -> None:
     }
 
 
+def test_digest_covers_both_parts(tmp_path: Path) -> None:
+    """So that no run goes on with other bytes held out."""
+    folder = write_corpus(tmp_path / "text")
+    digests = {load_corpus(folder).digest}
+    for path in source_files(folder):
+        text = path.read_bytes()
+        path.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
+        digests.add(load_corpus(folder).digest)
+        path.write_bytes(text)
+    assert len(digests) == 1 + len(source_files(folder))
+
+
 def test_corpus_skips_what_differs_between_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

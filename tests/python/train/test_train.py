@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,19 @@ def test_plot_of_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (line,) = drawn[0].axes[2].get_lines()
     assert np.isnan(line.get_ydata()).tolist() == [True, False, True, False]
     assert line.get_label() == "|Guild - plain PyTorch|, not drawn where 0 (2 of 4 steps)"
+
+
+def test_plot_of_many_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The legend stays short, so that the curves have room."""
+    rows = [{"step": step, "moe": "guild", "loss": 1.0, "load": [2.0] * 40} for step in (1, 2)]
+    drawn = []
+    monkeypatch.setattr("guild.train.plots.plt.close", drawn.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns where axes have no room
+        plot_run(rows, "title", tmp_path / "loss.png")
+    axis = drawn[0].axes[1]
+    assert len(axis.get_lines()) == 41
+    assert len(axis.get_legend().get_texts()) == 8
 
 
 def test_both_layers_start_equal() -> None:

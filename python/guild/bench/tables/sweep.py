@@ -22,7 +22,7 @@ def sweep_table(record: dict[str, Any]) -> Table:
     table = Table(
         title=f"{len(record['cases'])} random shapes, seed {record['seed']}; {record['device']}, "
         f"{record['dtype']}{form_words(record)}, medians of {record['rounds']} rounds",
-        caption="forward / backward; over bound: the time over that of cuBLAS's bare, balanced "
+        caption="forward / backward; over bound: the time over that of bare, balanced "
         "products; error: the largest relative error",
     )
     for heading in ("T,H,I,E,K", "routing"):
