@@ -79,8 +79,8 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "float8":  # a package with more names than those here
-        return import_module("guild.float8")
+    if name in ("distributed", "float8"):  # packages with more names than those here
+        return import_module(f"guild.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'guild' has no attribute {name!r}")
     value = getattr(import_module(f"guild.{_MODULE_OF[name]}"), name)

@@ -21,6 +21,7 @@ from guild._torch.checks import (
     expect_positive,
     expect_tensor,
 )
+from guild._torch.joining import cat, stack
 
 KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # in the order of guild::Activation::Kind
 ORDERS = ("concatenated", "interleaved")
@@ -50,7 +51,7 @@ class Activation:
     alpha : float
         Slope inside SiLU's sigmoid. Like the next two, in float32's normal range or 0.
     limit : float
-        Clamps gate to <= limit and up to [-limit, limit]. Gradients are zero where it does.
+        `gate` is clamped to at most this, `up` to [-limit, limit]. Gradients are zero there.
     up_offset : float
         Added to up after its clamp.
     clamp_after : bool
@@ -214,21 +215,30 @@ def _value_and_slope(
 
 
 def _unclamped(activation: Activation, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """act(x) and act'(x)."""
+    """act(x) and act'(x), with their limits where x is infinite."""
     if activation.kind == "silu":
         s = torch.sigmoid(activation.alpha * x)
-        return x * s, s * (1 + activation.alpha * x * (1 - s))
+        x = _unless_zero(s, x)
+        return x * s, s * (1 + activation.alpha * _unless_zero(1 - s, x) * (1 - s))
+    near = x.clamp(-1e3, 1e3)  # what follows has reached its limits long before
     if activation.kind == "gelu_tanh":
         c, d = math.sqrt(2 / math.pi), 0.044715
-        s = torch.sigmoid(2 * c * (x + d * x**3))  # (1 + tanh z) / 2 = sigmoid(2 z)
-        return x * s, s + x * s * (1 - s) * 2 * c * (1 + 3 * d * x * x)
+        s = torch.sigmoid(2 * c * (near + d * near**3))  # (1 + tanh z) / 2 = sigmoid(2 z)
+        steep = near * s * (1 - s) * 2 * c * (1 + 3 * d * near * near)
+        return _unless_zero(s, x) * s, s + steep
     if activation.kind == "gelu":
-        phi = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-        return x * phi, phi + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        phi = 0.5 * (1 + torch.erf(near * math.sqrt(0.5)))
+        steep = near * torch.exp(-0.5 * near * near) / math.sqrt(2 * math.pi)
+        return _unless_zero(phi, x) * phi, phi + steep
     r = x.clamp(min=0)
     if activation.kind == "relu":
         return r, torch.where(x > 0, 1.0, r)  # r is 0 or NaN there
     return r * r, 2 * r
+
+
+def _unless_zero(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x, but 0 where the factor that it will be multiplied by is 0: x may be infinite."""
+    return x.masked_fill(factor == 0, 0)
 
 
 PRESETS = {
@@ -260,12 +270,12 @@ def as_activation(activation: Activation | str) -> Activation:
 
 def to_concatenated(columns: torch.Tensor) -> torch.Tensor:
     """Interleaved columns of gate and up, such as a bias (E, 2I), with all of gate first."""
-    return torch.cat((columns[:, 0::2], columns[:, 1::2]), 1)
+    return cat((columns[:, 0::2], columns[:, 1::2]), 1)
 
 
 def to_interleaved(columns: torch.Tensor) -> torch.Tensor:
     """The inverse of `to_concatenated`."""
-    return torch.stack(columns.chunk(2, 1), 2).flatten(1)
+    return stack(columns.chunk(2, 1), 2).flatten(1)
 
 
 def is_interleaved(order: str) -> bool:

@@ -15,7 +15,10 @@ from guild._torch.checks import (
     expect_choices_of,
     expect_count,
     expect_finite,
+    expect_indices,
     expect_logits,
+    expect_shape,
+    expect_tensor,
 )
 from guild._torch.operators import ops
 from guild.routing import SCORES, token_flags
@@ -190,9 +193,12 @@ def move_selection_bias(
     """Lower the bias of experts above the mean count of all ranks by `rate`, raise the others'.
 
     Sums and comparisons are of integers: every rank moves its bias by the same bits. Raises
-    TypeError or ValueError unless `rate` is a finite number.
+    TypeError or ValueError unless `rate` is a finite number and there is a count for each expert.
     """
     expect_finite("rate", rate)
+    expect_tensor("counts", counts)
+    expect_shape("counts", counts, tuple(bias.shape))
+    expect_indices("counts", counts, bias, torch.int32, torch.int64, x_name="the selection bias")
     counts = counts_of_ranks(counts.long(), group)
     direction = torch.sign(counts.sum() - counts * counts.numel())
     bias += float(rate) * direction.to(bias.dtype)

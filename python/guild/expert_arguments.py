@@ -62,8 +62,8 @@ def expect_routing(
     expect_floating("topk_weights", topk_weights)
 
 
-def expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> None:
-    """Raise TypeError unless both have the right type, whether or not a gradient is wanted."""
+def expect_backward_options(recompute: bool, weight_gradients: WeightGradients | None) -> None:
+    """Raise TypeError if the type of one is wrong, even where no gradient is wanted."""
     expect_flag("recompute", recompute)
     if weight_gradients is not None:
         expect_sink(weight_gradients)

@@ -13,7 +13,7 @@ from guild._torch.operators import ops
 from guild._torch.row_routing import RowRouting
 from guild.activations import Activation
 from guild.expert_arguments import (
-    expect_later,
+    expect_backward_options,
     expect_output,
     low_rank_terms,
     residual_of,
@@ -210,7 +210,7 @@ def routed_experts_and_offsets(given: RoutedArguments) -> tuple[Tensor, Tensor]:
             weight_gradients=given.weight_gradients,
         )
         expect_no_gradient(given.x, given.topk_weights, given.residual, given.b_up, given.b_down)
-        expect_later(given.recompute, None)
+        expect_backward_options(given.recompute, None)
         return routed_experts_of_codes(given)
     if given.fp8 is not None:
         expect_alone(lora_up=given.lora_up, lora_down=given.lora_down)
@@ -275,7 +275,7 @@ def routed_layer(
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, with one gradient for x."""
     recompute, weight_gradients, out = given.recompute, given.weight_gradients, given.out
-    expect_later(recompute, weight_gradients)
+    expect_backward_options(recompute, weight_gradients)
     product = given.x, router_weight, router_bias
     tokens = token_arguments(*product, top_k, router, selection_bias, token_mask)
     if given.fp8 is not None:
@@ -357,7 +357,7 @@ lora_up, lora_down
         For out or weight_gradients under torch.func's transforms, and under forward-mode AD.
     """
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
-    expect_later(recompute, weight_gradients)
+    expect_backward_options(recompute, weight_gradients)
     given = w_up, w_down, b_up, b_down
     whole, experts_at = whole_of(*given, weight_gradients)
     x, *layer, gradient = layer_arguments(

@@ -206,6 +206,9 @@ def grouped_mm_swiglu(
 ) -> tuple[Tensor, Tensor]:
     """Up projection and activation of sorted rows, the first op of a pair.
 
+    Its defaults are gpt-oss's. The default layer of `guild.MoE` and `guild.experts_mlp` is
+    activation="swiglu" with order="concatenated".
+
         aux = x W_up + bias;   g = min(gate, limit);   u = clamp(up, -limit, limit)
         swiglu_out = g * sigmoid(alpha g) * (u + up_offset)
 

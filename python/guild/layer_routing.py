@@ -130,8 +130,6 @@ def layer_tokens(
     if token_mask is not None:
         expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
         token_mask = token_flags(token_mask.reshape(-1), flat, "x")
-        # Gradients are zero there, but zero times NaN in x would be NaN in weights' gradients.
-        flat = flat.masked_fill(~token_mask[:, None], 0)
     if not has_plain_rows(flat):  # reshape has already copied an x of more dimensions
         flat = flat.contiguous()
     (flat,) = autocast(flat)
@@ -142,6 +140,9 @@ def layer_tokens(
             raise TypeError(
                 f"x: expected dtype {dtype_name(sample.dtype)} {source}, got {dtype_name(x.dtype)}"
             )
+    if token_mask is not None:
+        # Gradients are zero there, but zero times NaN in x would be NaN in weights' gradients.
+        flat = flat.masked_fill(~token_mask[:, None], 0)
     return flat, token_mask
 
 

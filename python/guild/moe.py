@@ -73,13 +73,12 @@ class MoE(LayerState):
     bias : bool
         Whether the experts' projections have biases.
     router : Router or str, optional
-        How logits become expert ids and weights, or a name that `Router.named` knows. Default:
-        softmax, renormalised.
+        Or a name that `Router.named` knows. Default: softmax, renormalised.
     shared_experts : int
         Experts that every token goes through, as a dense MLP shared_experts * intermediate wide.
     balance_over : {None, "batch", "sequence"}
         Whether a forward in training computes `balance_sums`, over all tokens or per sequence (x's
-        last dimension but one), for the losses below. Keeps the float32 logits for backward.
+        last dimension but one). Keeps the float32 logits for backward.
     device, dtype : optional
         Of the parameters, as in torch.nn.Linear. With device="meta" nothing is allocated: call
         `to_empty(device=...)` and `reset_parameters()` afterwards.
@@ -96,8 +95,7 @@ class MoE(LayerState):
     recompute : bool
         Keep only the experts' input for backward; see `routed_experts`.
     weight_gradients : WeightGradients, optional
-        Where and when the experts' weight gradients are written. Those of the router and the shared
-        experts go through autograd in any case.
+        Where and when the experts' weight gradients are written; all others go through autograd.
     expert_group : ExpertParallel, optional
         Ranks that share the experts: each holds experts / ranks of them in `w_up`, `w_down`, `b_up`
         and `b_down`, and all of the router and the shared experts.
@@ -355,41 +353,43 @@ class MoE(LayerState):
     def expert_counts(self) -> Tensor | None:
         """int32 (experts,), on the layer's device: rows of each expert in the last forward.
 
-        With an expert_group: rows of this rank's tokens, for the experts of all ranks.
-
-        None before the first forward, and after one inside torch.func.grad or vmap.
+        With an expert_group: rows of this rank's tokens, for the experts of all ranks. None before
+        the first forward, and after one inside torch.func.grad or vmap.
         """
         expect_not_exporting("expert_counts", "the counts of return_routing's ids")
         return None if self._offsets is None else self._offsets.diff()
 
     @torch.no_grad()
-    def balance(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
-        """Move the selection bias against the load of the last forward, without host waits.
+    def balance(
+        self,
+        rate: float = 1e-3,
+        group: dist.ProcessGroup | None = None,
+        counts: Tensor | None = None,
+    ) -> None:
+        """Move the selection bias against the experts' load, without host waits.
 
         Experts with more rows than the mean lose `rate`, those with fewer gain it
-        (arXiv:2408.15664). Call it once per step, after backward. Under torch.distributed the load
-        is summed over all ranks of a group, on the device, so that their biases stay equal: every
-        rank of the group must call it.
+        (arXiv:2408.15664). Call it once per step, after backward, on every rank of the group: the
+        load is summed over them on the device, so that their biases stay equal.
 
         Parameters
         ----------
         rate : float
             Step of the bias, in units of the router's p.
         group : torch.distributed.ProcessGroup, optional
-            The ranks that share this layer's bias. Default: all ranks. With pipeline parallelism,
-            pass the ranks that have the layer.
+            The ranks that have this layer, under pipeline parallelism for instance. Default: all.
+        counts : torch.Tensor, optional
+            int32 or int64 (experts,): the load; after several forwards, the sum of their
+            `expert_counts`. Default: those of the last forward.
 
         Raises
         ------
-        RuntimeError
-            If the layer has no selection bias, or no forward has run yet.
-        TypeError, ValueError
-            If rate is not finite, a router module of your own has no buffer `selection_bias`, or
-            this rank is not in the group.
+        RuntimeError, TypeError, ValueError
+            If there is no selection bias or no load, or an argument is not as described.
         """
         if not self.routing.selection_bias:
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")
-        counts = self.expert_counts
+        counts = self.expert_counts if counts is None else counts
         if counts is None:
             raise RuntimeError("balance: expected a forward pass first, got none")
         move_selection_bias(self._selection_bias(), counts, rate, group)

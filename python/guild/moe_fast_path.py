@@ -13,7 +13,7 @@ from guild._torch.checks import expect_choice, expect_count, expect_flag
 from guild._torch.layer_operator import infer_layer
 from guild._torch.operators import LayerFlags
 from guild.activations import is_interleaved
-from guild.expert_arguments import expect_later
+from guild.expert_arguments import expect_backward_options
 from guild.layer_routing import BALANCE_OVER
 from guild.logits import RouterLinear
 from guild.routed_experts_fast_path import (
@@ -27,7 +27,7 @@ from guild.shared_experts import SharedExperts, shared_rows
 
 # Without the wrappers that translate errors: the slow path raises them again.
 _infer_layer = infer_layer._op.__wrapped__
-PREPARED = "_prepared"  # attribute of a layer: its settings, and as `_prepared` gives them
+PREPARED = "_prepared"  # attribute of a layer: its settings, and the tensor made of them
 
 
 def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -109,7 +109,7 @@ def _prepared(layer: nn.Module) -> Tensor:
     )
     found = layer.__dict__.get(PREPARED)
     if found is None or found[0] != settings:
-        expect_later(layer.recompute, layer.weight_gradients)
+        expect_backward_options(layer.recompute, layer.weight_gradients)
         expect_choice("balance_over", layer.balance_over, BALANCE_OVER)
         expect_count("top_k", layer.top_k, 1)
         expect_flag("transposed", layer.transposed)

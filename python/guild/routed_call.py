@@ -13,7 +13,7 @@ from guild._torch.low_rank import LowRank
 from guild._torch.operators import score_dtype
 from guild.activations import Activation
 from guild.expert_arguments import (
-    expect_later,
+    expect_backward_options,
     expect_routing,
     low_rank_terms,
     residual_of,
@@ -72,7 +72,7 @@ class RoutedCall(NamedTuple):
     given: tuple[Any, Any, Any, Any]  # weights and biases as the caller gave them
     order: str
     gradient: bool  # x, a weight or a bias wants one
-    experts_at: Tensor | None  # where lists lie, of those that lie at no one distance
+    experts_at: Tensor | None  # where the experts of unevenly spaced lists lie
 
     def wants_gradient(self) -> bool:
         """Whether backward needs anything of the layer; a residual's gradient does not."""
@@ -83,7 +83,7 @@ class RoutedCall(NamedTuple):
 def routed_call(given: RoutedArguments) -> RoutedCall:
     """Check the arguments as `guild.routed_experts` does; fp8 and out are not looked at."""
     expect_dims("x", given.x, 2, what="(tokens, hidden)")
-    expect_later(given.recompute, given.weight_gradients)
+    expect_backward_options(given.recompute, given.weight_gradients)
     expect_routing(given.x, given.topk_ids, given.topk_weights, given.token_offsets)
     topk_ids = local_ids(given.topk_ids, given.expert_map)
     whole, experts_at = whole_of(*given.parameters(), given.weight_gradients)

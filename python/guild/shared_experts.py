@@ -112,6 +112,11 @@ class SharedExperts(nn.Module):
             and has_plain_call(self)
         )
 
+    def extra_repr(self) -> str:
+        """The sizes, for print(module)."""
+        hidden, intermediate = self.w_down.shape
+        return f"hidden={hidden}, intermediate={intermediate}"
+
     def forward(self, x: Tensor) -> Tensor:
         """x (tokens, hidden) -> the same shape: one expert that gets every row."""
         if x.dim() == 2 and not has_plain_rows(x):

@@ -4,7 +4,7 @@ Tensors of one storage that are evenly spaced are a strided view of that storage
 view whose stride divides all of their distances, together with the position of each in units of
 that stride (`Placed`). Tensors for which neither is possible are copied into one at each call, with
 a warning; so are all inside torch.compile and under torch.func's transforms, where tensors have no
-addresses.
+addresses, and under torch.jit.trace and make_fx, whose programs run with other tensors.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from guild._torch.checks import (
     expect_tensor,
     has_memory,
 )
+from guild._torch.joining import stack
 from guild._torch.operators import is_cast, ops
 from guild._torch.versions import Held, Versions
 
@@ -122,7 +123,7 @@ def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = Tr
     recorded = torch.is_grad_enabled()
     wanted = attached and recorded and any(t.requires_grad for t in tensors)
     if wanted and not _have_addresses(tensors):
-        return Placed(torch.stack(tensors))
+        return Placed(stack(tensors))
     found = _joined(name, tensors, recorded)
     if recorded and found.at is not None:
         found = found._replace(held=Held(name, tensors))
@@ -161,17 +162,21 @@ class _Joined(torch.autograd.Function):
 @torch.no_grad()
 def _joined(name: str, tensors: Sequence[Tensor], recorded: bool) -> Placed:
     if not _have_addresses(tensors):
-        return Placed(torch.stack(tuple(tensors)))
+        return Placed(stack(tensors))
+    first = tensors[0]
+    is_bias = first.dim() == 1  # a small fraction of a weight
+    if is_bias and first.shape[0] > 1 and first.stride(0) != 1:  # of which ops read rows
+        return Placed(stack(tensors))
     view = view_of(tensors)
     if view is not None:
         # The view has the version counter of the first tensor alone; others may have their own.
         return Placed(of_even_list(view, Versions(name, tensors) if recorded else None))
-    if tensors[0].dim() == 1:  # a bias: a small fraction of a weight
-        return Placed(torch.stack(tuple(tensors)))
-    found = None if is_cast(tensors[0]) else placed(tensors)
+    if is_bias:
+        return Placed(stack(tensors))
+    found = None if is_cast(first) else placed(tensors)
     if found is None:
         say_copied(name)
-        return Placed(torch.stack(tuple(tensors)))
+        return Placed(stack(tensors))
     return found
 
 
@@ -264,10 +269,14 @@ def _reads_in_place(matrix: Tensor) -> bool:
 
 def _fit(matrix: Tensor, gaps: list[int], length: int) -> bool:
     """Whether matrices like this one, each spanning `length` bytes, do not overlap."""
-    if any(b - a < length for a, b in zip(gaps, gaps[1:], strict=False)):
-        return False
+    apart = all(b - a >= length for a, b in zip(gaps, gaps[1:], strict=False))
+    return apart and has_own_elements(matrix)
+
+
+def has_own_elements(tensor: Tensor) -> bool:
+    """Whether no two elements share memory, so that it can be written to."""
     try:
-        expect_own_elements("", matrix)
+        expect_own_elements("", tensor)
     except ValueError:
         return False
     return True
@@ -284,7 +293,7 @@ def stacked_like(weight: Tensor) -> Tensor:
 def stacked(value: object, dims: int = 2) -> object:
     """A list of experts' tensors as one new tensor, also in a pair; anything else as it is."""
     if is_list(value, dims):
-        return torch.stack(list(value))
+        return stack(value)
     return tuple(stacked(half, dims) for half in value) if is_pair(value, dims) else value
 
 
@@ -317,11 +326,18 @@ def _have_addresses(tensors: Sequence[Tensor]) -> bool:
         tensors[0].is_meta
         or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
+        or _is_traced()
     ):
         return False
     if any(t.is_neg() for t in tensors):  # their memory holds the negated numbers
         return False
     return all(type(t) in _PLAIN for t in tensors) or has_memory(*tensors)
+
+
+def _is_traced() -> bool:
+    """Whether torch.jit.trace or make_fx records what is run, for tensors at other addresses."""
+    make_fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return torch._C._is_tracing() or (make_fx is not None and make_fx.get_proxy_mode() is not None)
 
 
 def _expect_alike(name: str, tensors: list[Tensor]) -> None:
@@ -367,6 +383,6 @@ def lay_evenly(tensors: Sequence[Tensor]) -> None:
     for e, tensor in enumerate(tensors):
         expect_tensor(f"tensors[{e}]", tensor)
     _expect_alike("tensors", tensors)
-    buffer = torch.stack([t.detach() for t in tensors])
+    buffer = stack([t.detach() for t in tensors])
     for tensor, part in zip(tensors, buffer, strict=True):
         tensor.data = part

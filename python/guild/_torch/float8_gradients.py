@@ -151,18 +151,15 @@ def weight_gradients(
         return up, gate, down
     rows = routing.offsets, routing.row_token
     layout = flags.up_weight()
-    made_gate = gate if gate is None or gate.dtype == up.dtype else gate.to(up.dtype)
     if up is not None and down is not None and up.dtype == down.dtype:
         operands = x, dout, made.dh, made.a_scaled, *rows
-        ops.weight_gradients_out(*operands, up, made_gate, down, *layout, False)
+        ops.weight_gradients_out(*operands, up, gate, down, *layout, False)
     else:
         if up is not None:
-            ops.up_weight_gradient_out(x, made.dh, *rows, up, made_gate, *layout, False)
+            ops.up_weight_gradient_out(x, made.dh, *rows, up, gate, *layout, False)
         if down is not None:
             operands = dout, made.a_scaled, *rows
             ops.down_weight_gradient_out(*operands, down, flags.transposed, False)
-    if gate is not None and made_gate is not gate:
-        gate.copy_(made_gate)
     return up, gate, down
 
 

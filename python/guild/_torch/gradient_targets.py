@@ -24,7 +24,14 @@ from guild._torch.checks import (
     expect_tensor,
     is_negated,
 )
-from guild._torch.expert_lists import Listed, Placed, placed, say_copied, view_of
+from guild._torch.expert_lists import (
+    Listed,
+    Placed,
+    has_own_elements,
+    placed,
+    say_copied,
+    view_of,
+)
 
 
 def members(parameter: Listed | None) -> list[Tensor]:
@@ -321,7 +328,7 @@ def _in_place(
     if not all(type(t) is Tensor and not is_negated(t) for t in there):
         return None
     view = view_of(there)
-    if view is not None and _apart(view) and _has_plain_rows(view):
+    if view is not None and has_own_elements(view) and _has_plain_rows(view):
         found = Placed(view)
     elif there[0].dim() == 2:
         found = placed(there, written=True)
@@ -338,15 +345,6 @@ def _in_place(
 def _has_plain_rows(tensor: Tensor) -> bool:
     """Whether an op can write it: a bias's gradient (E, width) by rows, a weight's in any order."""
     return tensor.dim() != 2 or tensor.shape[1] < 2 or tensor.stride(1) == 1
-
-
-def _apart(view: Tensor) -> bool:
-    """Whether the experts' parts do not overlap."""
-    try:
-        expect_own_elements("", view)
-    except ValueError:
-        return False
-    return True
 
 
 def _puts(

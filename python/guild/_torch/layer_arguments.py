@@ -11,6 +11,7 @@ from guild._torch.checks import (
     expect_dims,
     expect_experts,
     expect_flag,
+    expect_floating,
     expect_free,
     expect_indices,
     expect_like,
@@ -19,6 +20,7 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
+from guild._torch.joining import cat, stack
 from guild._torch.operators import LayerFlags, autocast
 from guild.activations import Activation, as_activation, is_interleaved, to_concatenated
 
@@ -177,12 +179,15 @@ def expect_out(out: Tensor, x: Tensor, layer: list, x_name: str, **operands: Ten
 
 
 def joined_bias(halves: Halves, activation: Activation, interleaved: bool) -> Tensor:
-    """The biases of gate and up as one (E, 2I), checked beside each other."""
+    """The biases of gate and up as one (E, 2I), checked beside each other, in autocast's dtype."""
     if not activation.gated or len(halves) != 2:
         wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
         raise ValueError(f"b_up: expected {wanted}, got {len(halves)} tensors")
-    for name, half in zip(("b_up[0] (gate)", "b_up[1] (up)"), halves, strict=True):
+    names = "b_up[0] (gate)", "b_up[1] (up)"
+    for name, half in zip(names, halves, strict=True):
         expect_dims(name, half, 2, what="(experts, intermediate)")
-    gate, up = halves
-    expect_shape("b_up[0] (gate)", gate, tuple(up.shape))
-    return torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), 1)
+        expect_floating(name, half)
+    gate, up = autocast(*halves)
+    expect_shape(names[0], gate, tuple(up.shape))
+    expect_like(names[1], up, gate, names[0])
+    return stack((gate, up), -1).flatten(1) if interleaved else cat((gate, up), 1)

@@ -50,7 +50,7 @@ from guild.distributed.peers import Peers, peers_of
 from guild.distributed.ranks import ENGINES, Ranks, process_group_of
 from guild.distributed.stepwise import StepwiseExperts
 from guild.distributed.traffic import Traffic, plan_traffic
-from guild.expert_arguments import expect_later
+from guild.expert_arguments import expect_backward_options
 from guild.experts import run_routed
 from guild.lora import LoRA, LoRAHalves
 from guild.routed_call import RoutedArguments, routed_call
@@ -372,7 +372,7 @@ class ExpertParallel:
         arguments = token_arguments(*tokens)
         x, *local, _ = layer_arguments(given.x, *given.parameters(), *given.layout(), routed=True)
         residual = residual_rows(given.residual, x)
-        expect_later(given.recompute, given.weight_gradients)
+        expect_backward_options(given.recompute, given.weight_gradients)
         expect_plain(self.exact, given.weight_gradients)
         with torch.no_grad():
             scores, ids, slopes = ops.route_tokens(*arguments)

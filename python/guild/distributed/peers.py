@@ -19,7 +19,7 @@ from guild.distributed.peer_memory import PeerMemory, Room, why_not
 from guild.distributed.ranks import BACKWARD_ORDER, Ranks, expect_same
 
 _LATE, _OVERFLOW = 1, 3  # guild::PeerFailure; 2: ranks differ
-_STEPS = ("forward", "forward's results", "backward", "backward's results", "a wait")
+_STEPS = ("forward", "forward's results", "backward", "backward's results", "wait")
 FORWARD, FORWARD_RESULTS, BACKWARD, BACKWARD_RESULTS, WAIT = range(len(_STEPS))
 _BEYOND = "tokens beyond max_tokens"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import ParameterList
 
 from guild._torch.checks import (
     MOST_ROUTED_ON_CUDA,
@@ -21,7 +22,7 @@ from guild._torch.float8_steps import Codes, forward
 from guild._torch.layer_arguments import expect_out, joined_bias, local_ids
 from guild._torch.operators import LayerFlags, autocast, score_dtype
 from guild.activations import Activation, as_activation, is_interleaved
-from guild.expert_arguments import expect_routing, residual_of
+from guild.expert_arguments import expect_routing, residual_of, whole_of
 from guild.float8.experts import expect_rows_of_codes
 from guild.float8.quantization import Quantized
 from guild.float8.settings import FP8
@@ -75,13 +76,18 @@ def routed_experts_of_codes(given: RoutedArguments) -> tuple[Tensor, Tensor]:
 
 
 def expect_no_gradient(*given: object) -> None:
-    """Raise ValueError if one of these tensors, or one in a pair, wants a gradient."""
-    parts = (t for value in given for t in (value if type(value) in (tuple, list) else (value,)))
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in parts):
+    """Raise ValueError if one of these tensors, or one in a pair or list, wants a gradient."""
+    if torch.is_grad_enabled() and any(_wants_gradient(value) for value in given):
         raise ValueError(
             "w_up, w_down: quantised weights have no gradients and hand none on; call under "
             "torch.no_grad(), or pass the weights themselves with fp8=guild.FP8()"
         )
+
+
+def _wants_gradient(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return type(value) in (tuple, list, ParameterList) and any(map(_wants_gradient, value))
 
 
 def _codes(name: str, weight: object, x: Tensor) -> Codes:
@@ -141,13 +147,13 @@ def _biases(
     given: RoutedArguments, activation: Activation, size: int, down: tuple[int, int], x: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """b_up (E, W) and b_down (E, H) in x's dtype."""
-    b_up = given.b_up
+    _, _, b_up, b_down = whole_of(None, None, given.b_up, given.b_down, None)[0]
     if type(b_up) in (tuple, list):
         b_up = joined_bias(b_up, activation, False)
-    for name, bias in (("b_up", b_up), ("b_down", given.b_down)):
+    for name, bias in (("b_up", b_up), ("b_down", b_down)):
         if bias is not None:
             expect_tensor(name, bias)
-    _, *biases = autocast(x, b_up, given.b_down)
+    _, *biases = autocast(x, b_up, b_down)
     shapes = (down[0], activation.width(size)), down
     for name, bias, shape in zip(("b_up", "b_down"), biases, shapes, strict=True):
         if bias is not None:

@@ -15,7 +15,7 @@ from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
 from guild._torch.operators import LayerFlags, ops, score_dtype
 from guild.activations import Activation
 from guild.expert_arguments import (
-    expect_later,
+    expect_backward_options,
     expect_output,
     expect_routing,
     residual_of,
@@ -90,7 +90,7 @@ class FP8Weights:
         narrow = torch.bfloat16 if w_down.dtype == torch.float32 else w_down.dtype
         sample = w_down.new_empty(0, w_down.shape[2 if transposed else 1], dtype=narrow)
         given = sample, w_up, w_down, None, None, *self._layout
-        _, *layer, _ = layer_arguments(*given, masters=True)
+        _, *layer, _ = layer_arguments(*given, x_name="w_down", masters=True)
         self._masters, self._flags, self._experts_at = layer[:3], LayerFlags(*layer[5:]), at
 
     def _reads_given(self) -> bool:
@@ -189,7 +189,7 @@ def routed_experts_in_fp8(given: RoutedArguments) -> tuple[Tensor, Tensor]:
     out, token_offsets, parameters = given.out, given.token_offsets, given.parameters()
     _expect_settings(given.fp8)
     expect_dims("x", given.x, 2, what="(tokens, hidden)")
-    expect_later(given.recompute, given.weight_gradients)
+    expect_backward_options(given.recompute, given.weight_gradients)
     expect_routing(given.x, given.topk_ids, given.topk_weights, token_offsets)
     ids = local_ids(given.topk_ids, given.expert_map).contiguous()
     whole, experts_at = whole_of(*parameters, given.weight_gradients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -73,3 +75,33 @@ def test_dtypes_in_errors_are_the_callers(grad: bool) -> None:
         ):
             with pytest.raises(TypeError, match=wanted.replace("x:", f"{name}:")):
                 call()
+
+
+@pytest.mark.parametrize(("dtype", "cast"), [("float16", "bfloat16"), ("bfloat16", "float16")])
+@pytest.mark.parametrize("grad", [False, True])
+def test_lists_and_pairs_of_the_other_16_bit_type(
+    dtype: str, cast: str, grad: bool, device: str
+) -> None:
+    """They are gathered in their own dtype, where torch's autocast would refuse to."""
+    torch.manual_seed(0)
+    place = {"device": device, "dtype": getattr(torch, dtype)}
+    x, ids = torch.randn(6, 32, **place), torch.randint(0, 4, (6, 2), device=device)
+    scores = torch.rand(6, 2, device=device)
+    w_up, w_down = torch.randn(4, 48, 32, **place), torch.randn(4, 32, 24, **place)
+    b_up, b_down = torch.randn(4, 48, **place), torch.randn(4, 32, **place)
+    lists = [[t.clone() for t in whole] for whole in (w_up, w_down, b_up, b_down)]
+    gate, up = (half.contiguous() for half in w_up.chunk(2, 1))
+    halves = gate, up
+    biases = tuple(half.contiguous() for half in b_up.chunk(2, 1))
+    alternate = torch.stack(biases, 2).flatten(1)
+    for t in (w_up, w_down, b_up, b_down, *(t for one in lists for t in one), *biases, *halves):
+        t.requires_grad_(grad)
+    with torch.autocast(device, getattr(torch, cast)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", guild.CopiedWeightsWarning)
+        want = guild.routed_experts(x, ids, scores, w_up, w_down, b_up, b_down)
+        assert want.dtype == getattr(torch, cast)
+        for given in (lists, (halves, lists[1], biases, lists[3]), (w_up, w_down, biases, b_down)):
+            assert torch.equal(guild.routed_experts(x, ids, scores, *given), want)
+        given = halves, w_down, alternate, b_down
+        assert torch.equal(guild.routed_experts(x, ids, scores, *given, order="interleaved"), want)
+        guild.lay_evenly(lists[0])

@@ -132,6 +132,20 @@ def test_half_a_pair(name: str, half: int, call: Callable[..., object]) -> None:
         call(r, **given)
 
 
+def test_halves_of_a_bias_that_do_not_fit() -> None:
+    """They are checked before they are joined, which would promote one of them."""
+    r = right("cpu")
+    gate, up = r.b_up.chunk(2, 1)
+    for half, error, message in (
+        (up.to("meta"), ValueError, r"b_up\[1\] \(up\): expected a tensor on cpu like b_up\[0\]"),
+        (up.long(), TypeError, r"b_up\[1\] \(up\): expected a floating dtype, got int64"),
+        (up.half(), TypeError, r"b_up\[1\] \(up\): expected dtype .* like b_up\[0\] \(gate\)"),
+    ):
+        for call in (routed, mlp):
+            with pytest.raises(error, match=f"^{message}"):
+                call(r, b_up=(gate, half))
+
+
 def zeros_of_experts(experts: int, top_k: int = 1) -> dict[str, Callable[[], object]]:
     """Calls with this many experts, and this many choices per token."""
     x, wide = torch.zeros(3, 4), torch.zeros(experts, 4, 4)

@@ -367,3 +367,18 @@ def test_tangents(call: Callable, made: Callable, sink: object, device: str) -> 
                 parts = [forward_ad.make_dual(t, torch.ones_like(t)) for t in parts]
                 with pytest.raises(NotImplementedError, match="a list of tensors has no forward-"):
                     call(layer | {name: parts}, device, weight_gradients=sink)
+
+
+def test_biases_with_strides(device: str) -> None:
+    """Vectors that are evenly spaced, but whose elements are not side by side, are gathered."""
+    layer = whole_layer(device)
+    b_up, b_down = (
+        torch.randn(width, EXPERTS).to(layer["w_up"])
+        for width in (2 * layer["w_down"].shape[2], HIDDEN)
+    )
+    x, ids, scores = inputs(device)
+    lists = [[b[:, e] for e in range(EXPERTS)] for b in (b_up, b_down)]
+    weights = layer["w_up"], layer["w_down"]
+    whole = b_up.mT.contiguous(), b_down.mT.contiguous()
+    got, want = (routed_experts(x, ids, scores, *weights, *given) for given in (lists, whole))
+    assert torch.equal(got, want)

@@ -140,6 +140,23 @@ def test_wrong_codes_are_named(device: str) -> None:
         guild.routed_experts(quantised, *rows[1:], (gate, up), down)
 
 
+def test_biases_of_codes_may_be_lists(device: str) -> None:
+    """One tensor per expert, also in a pair, as with weights that are no codes."""
+    layer = make_layer(CASE, ACTIVATIONS["swiglu"], torch.bfloat16, device)
+    weights = tuple(guild.quantize_weights(w) for w in (layer.gate, layer.up))
+    given = layer.x, layer.ids, layer.scores, weights, guild.quantize_weights(layer.down)
+    b_up = torch.cat((layer.gate_bias, layer.up_bias), 1)
+    pair = [t.clone() for t in layer.gate_bias], [t.clone() for t in layer.up_bias]
+    down = [t.clone() for t in layer.down_bias]
+    with torch.no_grad():
+        want = guild.routed_experts(*given, b_up, layer.down_bias)
+        for up in ([t.clone() for t in b_up], pair, (layer.gate_bias, pair[1])):
+            assert torch.equal(guild.routed_experts(*given, up, down), want)
+    pair[1][2].requires_grad_()
+    with pytest.raises(ValueError, match="quantised weights have no gradients"):
+        guild.routed_experts(*given, pair, down)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_packed_codes_that_share_scales_are_refused(gated: bool, device: str) -> None:
     """Codes of gate and up in one tensor, however they were quantised."""

@@ -72,3 +72,19 @@ def test_wrong_modules_are_named() -> None:
     layer = guild.MoE(16, 16, 2, 1, fp8=FP8())
     with pytest.raises(TypeError, match="x: expected bfloat16 or float16 with fp8, got float32"):
         layer(torch.zeros(4, 16))
+
+
+def test_whose_device_it_is() -> None:
+    """`FP8Weights` has no x that the weights could be unlike."""
+    w_up, w_down = torch.ones(2, 256, 128), torch.ones(2, 128, 128, device="meta")
+    with pytest.raises(ValueError, match=r"^w_up: expected a tensor on meta like w_down, got"):
+        FP8Weights(FP8(), w_up, w_down)
+
+
+def test_tokens_in_fp8() -> None:
+    """With a mask as well, whose fill torch has not for this dtype."""
+    layer = guild.MoE(16, 16, 4, 2)
+    x, mask = torch.ones(3, 16).to(torch.float8_e4m3fn), torch.tensor([True, False, True])
+    for given in ((x,), (x, mask)):
+        with pytest.raises(TypeError, match=r"^x: expected dtype float32 like w_up, got float8"):
+            layer(*given)

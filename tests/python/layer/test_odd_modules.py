@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -154,6 +155,36 @@ def test_traced(router: str, dtype: torch.dtype, device: str) -> None:
             traced = torch.jit.trace(layer, tokens(layer, *shape), check_trace=False)
             x = tokens(layer, 7, *shape[1:])
             torch.testing.assert_close(traced(x), layer(x), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::guild.CopiedWeightsWarning")
+@pytest.mark.parametrize("recorder", ["trace", "make_fx"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_traces_hold_no_addresses(recorder: str, grad: bool, device: str) -> None:
+    """Of lists of weights, whose tensors lie elsewhere when the program runs."""
+    torch.manual_seed(0)
+    place = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float64}
+    x, w_up = torch.randn(6, HIDDEN, **place), torch.randn(EXPERTS, 2 * INNER, HIDDEN, **place)
+    ids = torch.randint(0, EXPERTS, (6, TOP_K), device=device)
+    scores = torch.rand(6, TOP_K, device=device).to(w_up.dtype)
+    w_down = torch.randn(EXPERTS, HIDDEN, INNER, **place).requires_grad_(grad)
+
+    def experts(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        lists = [t * 1 for t in w_up], [t.clone() for t in w_down]
+        return guild.routed_experts(x, ids, scores, *lists)
+
+    with torch.set_grad_enabled(grad):
+        given = x, w_up, w_down
+        if recorder == "trace":
+            recorded = torch.jit.trace(experts, given, check_trace=False)
+        else:
+            recorded = make_fx(experts)(*given)
+        kept = [torch.randn(300, 300) for _ in range(5)]  # so that memory lies elsewhere
+        for _ in range(2):
+            given = x + 1, w_up + 1, w_down
+            assert torch.equal(recorded(*given), experts(*given))
+    assert len(kept) == 5
 
 
 def test_losses_without_a_gradient(device: str) -> None:

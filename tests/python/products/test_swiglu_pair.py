@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import io
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from guild import Activation, grouped_mm_downproj, grouped_mm_swiglu
+from guild.activations import PRESETS
 
 TOKENS_PER_EXPERT = [128, 64, 0, 256, 192, 32, 128, 64]
 
@@ -317,3 +319,35 @@ def test_no_swiglu_out() -> None:
     _, aux = grouped_mm_swiglu(tensors["x"], tensors["W_up"], offs)
     with pytest.raises(TypeError, match=r"^swiglu_out: expected a torch.Tensor, got NoneType"):
         grouped_mm_downproj(None, tensors["W_down"], offs, aux_biased_acc=aux)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_activations_of_infinite_gates(name: str, dtype: torch.dtype) -> None:
+    """Values, slopes and second derivatives have their limits, also where squares overflow."""
+    activation = replace(PRESETS[name], gated=False, up_offset=0.0, limit=torch.inf)
+    gate = torch.tensor([-torch.inf, -1e30, -1e20, 1e20, 1e30, torch.inf], dtype=dtype)
+    gate = gate[:, None].requires_grad_()
+    square = activation.kind == "relu2"
+    positive = gate.detach().clamp(min=0)
+    value = activation(gate)
+    slope = activation.gradient(gate, torch.ones_like(gate))
+    assert torch.equal(value, positive**2 if square else positive)
+    assert torch.equal(slope, 2 * positive if square else positive.sign())
+    (curve,) = torch.autograd.grad(slope.sum(), gate)
+    assert torch.equal(curve, 2 * positive.sign() if square else torch.zeros_like(gate))
+
+
+def test_gradients_of_a_sum_that_overflows() -> None:
+    """In float16, by the kernels, by torch's operations, and of the first product alone."""
+    x, ends = torch.tensor([[256.0]]).half(), torch.tensor([1], dtype=torch.int32)
+    w_up = torch.tensor([[[-300.0, 1.0]]]).half().requires_grad_()
+    w_down = torch.ones(1, 1, 1).half().requires_grad_()
+    a, aux = grouped_mm_swiglu(x, w_up, ends)
+    out = grouped_mm_downproj(a, w_down, ends, aux_biased_acc=aux)
+    for create_graph in (False, True):
+        found = torch.autograd.grad(
+            out.sum(), [w_up, w_down], retain_graph=True, create_graph=create_graph
+        )
+        assert not any(gradient.any() for gradient in found)
+    assert not torch.autograd.grad(a.sum(), w_up)[0].any()

@@ -25,7 +25,9 @@ def code_blocks(document: str, language: str) -> str:
     return "\n".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/guide.md", "docs/lora.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/guide.md", "docs/float8.md", "docs/lora.md"]
+)
 def test_python_code_runs(document: str) -> None:
     code = code_blocks(document, "python")
     assert code.count("\n") > 10
@@ -35,13 +37,14 @@ def test_python_code_runs(document: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_dependent_blocks_name_what_they_need() -> None:
-    """A block of the guide that uses names from other blocks says in its first line which ones.
+@pytest.mark.parametrize("document", ["docs/guide.md", "docs/float8.md"])
+def test_dependent_blocks_name_what_they_need(document: str) -> None:
+    """A block that uses names from other blocks says in its first line which ones.
 
     So whoever copies one alone knows what is missing.
     """
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guide.md").read_text(), re.M | re.S)
-    assert len(blocks) > 5
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+    assert len(blocks) > 3
     for block in blocks:
         names = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Name)]
         made = {name.id for name in names if isinstance(name.ctx, ast.Store)}

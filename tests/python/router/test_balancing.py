@@ -295,3 +295,28 @@ def test_rate_in_the_dtype_of_the_bias(default: torch.dtype) -> None:
         torch.set_default_dtype(before)
     moved = moe.router.selection_bias
     assert moved.any() and torch.equal(moved.abs()[moved != 0].unique(), torch.tensor([1e-8]))
+
+
+def test_balance_by_given_counts(device: str) -> None:
+    """As after several micro-batches: by their sum, not by the last one's counts."""
+    torch.manual_seed(0)
+    layer = guild.MoE(32, 16, 8, 2, router="sigmoid", device=device)
+    if device == "cuda":
+        layer.bfloat16()
+    total = torch.zeros(8, dtype=torch.int64, device=device)
+    for x in torch.randn(3, 50, 32, device=device).to(layer.w_up.dtype):
+        layer(x).sum().backward()
+        total += layer.expert_counts
+    want = torch.sign(total.sum() - 8 * total).float()
+    layer.balance(0.5, counts=total)
+    assert torch.equal(layer.router.selection_bias, 0.5 * want)
+    assert not torch.equal(want, torch.sign(100 - 8 * layer.expert_counts).float())
+    guild.MoE(32, 16, 8, 2, router="sigmoid", device=device).balance(counts=total.int())
+    for counts, error, message in (
+        (total[:7], ValueError, r"expected shape \(8,\), got \(7,\)"),
+        (total.float(), TypeError, "expected dtype int32 or int64, got float32"),
+        (3, TypeError, r"expected a torch\.Tensor, got int"),
+        (total.to("meta"), ValueError, "expected a tensor on .* like the selection bias"),
+    ):
+        with pytest.raises(error, match=f"^counts: {message}"):
+            layer.balance(0.5, counts=counts)
