@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kThreads) weight_schedule_kernel(Groups groups
 
 void schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
                                WeightSchedule const& schedule, Queue queue) {
-  check_sizes(sizes);
+  check_size(sizes.experts, 1, kMostExperts, "experts");
+  check_size(sizes.rows(), 0, kMostRows, "rows");
   require_routable(sizes.experts);
   require(routing.offsets != nullptr, "offsets: expected a buffer, got null");
   require(schedule.order != nullptr, "order: expected a buffer, got null");

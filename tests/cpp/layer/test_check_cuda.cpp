@@ -247,7 +247,7 @@ constexpr char const* kWideScores = "score_bytes: expected 4 on CUDA, got 8";
 template <class Args>
 void expect_countable(WrongOnCuda<Args> const& wrong) {
   wrong.expect(
-      "memory: expected at most 2147418112 tokens of all ranks on CUDA, got 2 * 1073741760",
+      "memory: expected at most 2147418112 tokens of all ranks on CUDA, got 2 * 1073741823",
       [](Args& x) {
         x.memory.tokens = (int64_t(1) << 30) - 1;
         x.memory.top_k = x.top_k = 1;
@@ -366,6 +366,22 @@ TEST(CheckOnCuda, LayersOverRanks) {
   WrongOnCuda<PeerBackward> const backward(calls.peer_backward(), cuda::peer_backward);
   expect_layer_over_ranks(backward);
   backward.rows("x", [](PeerBackward& x) -> auto& { return x.layer.x; });
+}
+
+TEST(CheckOnCuda, CopyIndices) {
+  int32_t memory[1] = {};
+  auto const expect_error = [](int32_t const* from, int64_t count, int32_t* to, char const* text) {
+    try {
+      cuda::copy_indices(from, count, to, {});
+      ADD_FAILURE() << "no error";
+    } catch (Error const& error) {
+      EXPECT_STREQ(error.what(), text);
+    }
+  };
+  expect_error(memory, -1, memory, "count: expected 0 or more, got -1");
+  expect_error(nullptr, 1, memory, "from: expected a pointer, got null");
+  expect_error(memory, 1, nullptr, "to: expected a pointer, got null");
+  EXPECT_NO_THROW(cuda::copy_indices(nullptr, 0, nullptr, {}));
 }
 
 }  // namespace

@@ -87,6 +87,10 @@ TEST(WeightSchedule, MissingBuffersAndTooManyExpertsAreNamed) {
   expect_error(sizes, routing, {memory, nullptr}, "taken: expected a buffer, got null");
   sizes.experts = 1025;
   expect_error(sizes, routing, whole, "experts: expected at most 1024 on CUDA, got 1025");
+  sizes.experts = 0;
+  expect_error(sizes, routing, whole, "experts: expected 1 to 4096, got 0");
+  sizes.experts = 4, sizes.tokens = -1;
+  expect_error(sizes, routing, whole, "rows: expected 0 to 2147483647, got -1");
 }
 
 // dW2 = x^T a and dW1 = dh^T x, both of the rows of each expert.
