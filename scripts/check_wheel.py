@@ -44,7 +44,9 @@ def check_sdist() -> None:
     sdist = next(DIST.glob("guild-*.tar.gz"))
     with tarfile.open(sdist) as archive:
         held = {member.name.partition("/")[2] for member in archive if member.isfile()}
-        archive.extractall(FOLDER, filter="data")
+        # Python 3.10.12 and 3.11.4 brought the filter; Debian 12 has 3.11.2.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(FOLDER)
     if IN_GIT:
         listing = ("ls-files", "--cached", "--others", "--exclude-standard")
         files = output("git", "-C", str(ROOT), *listing).splitlines()

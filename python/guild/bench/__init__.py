@@ -1,1 +1,4 @@
-"""What `guild bench` measures: whole layers, their steps, memory, token rounding, random shapes."""
+"""What `guild bench` measures: layers, their steps and memory, rounding, few tokens, FP8.
+
+`guild.bench.parallel` measures layers over ranks.
+"""

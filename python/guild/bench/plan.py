@@ -162,6 +162,10 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("num_sms",) if chooses else ("num_sms", "candidates"):
         if getattr(args, name) is not None and mode:
             raise ValueError(f"{name}: expected without --{mode}")
+    stems = [file.stem for file in args.peer]
+    for stem in stems:
+        if stems.count(stem) > 1:  # candidates are known by it
+            raise ValueError(f"peer: expected files of different names, got {stem!r} twice")
     for name in ("rounds", "seconds", "calls"):  # nothing is timed
         default = BenchPlan.rounds if name == "rounds" else None
         if args.memory and getattr(args, name) != default:

@@ -100,7 +100,7 @@ def resume_command(typed: dict[str, Any], out: Path) -> str:
     words = command_of("guild", "guild")
     if typed.get("fsdp"):
         torchrun = command_of("torchrun", "torch.distributed.run")
-        words = [*torchrun, "--nproc-per-node", local_ranks(), "-m", "guild"]
+        words = [*torchrun, "--nproc-per-node", str(local_ranks()), "-m", "guild"]
     words += ["train", "--resume", *_option("out", out)]
     for name in ("corpus", "device", "check_every", "threads", "expert_parallel"):
         if name in typed:

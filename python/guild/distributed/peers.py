@@ -25,7 +25,7 @@ _BEYOND = "tokens beyond max_tokens"
 
 
 class Peers:
-    """The ranks of a group on one host, the memory that they share, and its barriers.
+    """Calls of a group on one host: its barriers, the memory for its rows, and what went wrong.
 
     Parameters
     ----------

@@ -161,8 +161,7 @@ class Ranks:
         RuntimeError
             If a rank is gone or does not answer in time, or is in a pass already.
         """
-        what = {"device": device, "what": "forward", "engine": self._engine}
-        _, others = self._pass_and_call(_CHOICE, self.calls + 1, **what)
+        _, others = self._pass_and_call(_CHOICE, self.calls + 1, device, "forward", self._engine)
         by_rank = self._on_host(others).tolist()
         _expect_same_pass(by_rank, [0])
         return {ENGINES[row[2]] for row in by_rank}

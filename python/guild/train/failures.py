@@ -1,4 +1,4 @@
-"""Errors that need no word of their own."""
+"""The error of a rank that ends because the rank that writes has failed."""
 
 from __future__ import annotations
 

@@ -25,10 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from guild.train.mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
+
+try:  # not public: without them NCCL does the work
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+except ImportError:
+    FSDPParam = FSDPParamGroup = object
 
 _ALIGNED = 128  # elements at which a part begins
 _REPLACED = (  # what this file and peer_copies.py call, or do in place of FSDP2

@@ -15,6 +15,7 @@ import codecs
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -132,10 +133,9 @@ def generate(
     with _autocast_without_cache(model.embedding.weight.device.type):
         writer = _Writer(model, count, context, sampling)
         start = time.perf_counter()
-        text = bytearray(prompt)
         while writer.made < count:
-            text = bytearray(prompt) + writer.bytes()
-            writer.write(bytes(text[window_start(len(text), context) :]))
+            text = prompt + writer.bytes()
+            writer.write(text[window_start(len(text), context) :])
         return Written(prompt + writer.bytes(), time.perf_counter() - start)
 
 
@@ -202,8 +202,8 @@ class _Writer:
         self._position += 1
         self._number += 1
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        """A step as a CUDA graph; the steps run to make it have no effect."""
+    def _captured(self) -> Callable[[], None]:
+        """A call that replays a step as a CUDA graph; the steps run to make it have no effect."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

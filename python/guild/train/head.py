@@ -68,7 +68,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor):
         dx, dweight = ctx.saved_tensors
-        return dx * dloss.to(dx.dtype), (dweight * dloss).to(ctx.dtype), None, None
+        dx, dweight = (dx.float() * dloss).to(dx.dtype), (dweight * dloss).to(ctx.dtype)
+        return dx, dweight, None, None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

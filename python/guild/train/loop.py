@@ -7,6 +7,7 @@ optimiser are all that a checkpoint needs to continue bit for bit on the CPU.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Plan:
     moe : str
         Layer to train: "guild", "plain" or "fp8".
     compare : bool
-        Train both, interleaved; the checkpoint then holds both.
+        Train Guild's layer and the plain PyTorch one, interleaved; the checkpoint then holds both.
     fp8 : bool
         Train Guild in FP8 and in 16 bits, interleaved in the same way.
     resume : bool
@@ -186,9 +187,9 @@ class Training:
     def _validate(self, view: TrainingView) -> None:
         """Validate where that is due, unless it is done."""
         is_last = self.step == self.settings.steps
-        if not self._is_check or agreed(writes() and bool(self._validation(is_last))):
+        if not self._is_check or agreed(writes() and self._is_validated(is_last)):
             return
-        windows = FINAL_WINDOWS if is_last else _CHECK_WINDOWS
+        windows = self._windows(is_last)
         losses = {lr.name: lr.validate(self.corpus, windows) for lr in self.learners}
         for learner in self.learners:
             learner.expect_finite(f"the held-out loss after step {self.step}", losses[learner.name])
@@ -204,14 +205,22 @@ class Training:
         with written_by_one():
             self.folder.append(rows)
 
+    def _windows(self, is_last: bool) -> int:
+        """Windows of a validation: whole batches."""
+        batch = self.settings.batch
+        return math.ceil((FINAL_WINDOWS if is_last else _CHECK_WINDOWS) / batch) * batch
+
+    def _is_validated(self, is_last: bool) -> bool:
+        return self._validation(is_last).keys() == set(self.plan.layers)
+
     def _validation(self, is_last: bool) -> dict[str, float]:
-        """Validation loss of each layer after this step, of the last one on the final windows."""
+        """Validation loss of each layer after this step; is_last: on the final windows."""
         return {
             row["moe"]: row["validation_loss"]
             for row in self.folder.rows()
             if row["step"] == self.step
             and "validation_loss" in row
-            and (not is_last or row.get("windows") == FINAL_WINDOWS)
+            and (not is_last or row.get("windows") == self._windows(is_last))
         }
 
     def _save(self) -> None:
@@ -268,13 +277,14 @@ class Training:
                 f"resume: {str(self.folder.metrics)!r} has other steps of "
                 f"{self.plan.layers[0]} than of {self.plan.layers[-1]}"
             )
+        windows = self._windows(is_last=True)
         summary = {
             "steps": s.steps,
             "tokens": s.steps * s.tokens_per_step,
             "final_train_loss": mean_loss(rows, main.name, FINAL_STEPS),
             "final_train_loss_is": f"mean of the last {len(last)} steps, nats per byte",
             "final_validation_loss": validation[main.name],
-            "final_validation_loss_is": f"{FINAL_WINDOWS} held-out windows of {s.context} bytes",
+            "final_validation_loss_is": f"{windows} held-out windows of {s.context} bytes",
             "tokens_per_second": tokens_per_second(rows, main.name, s.tokens_per_step),
             "training_seconds": sum(row["seconds"] for row in steps_of(rows, main.name)),
             "busiest_expert_over_mean": sum(max(row["load"]) for row in last) / len(last),

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from guild.train.gathered import Copies, GatheredWeights, count_of, parameters_of, starts_of
 from guild.train.mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
@@ -139,7 +138,8 @@ class _ReducedModule:
     def reduce(self, *unused: Any) -> None:
         """Release the weights, and start to sum their gradients."""
         parameters = self._parameters
-        parameters._training_state = TrainingState.POST_BACKWARD
+        state = type(parameters._training_state)  # torch's TrainingState
+        parameters._training_state = state.POST_BACKWARD
         gradients: Gradients = []
         for own in parameters.fsdp_params:
             weight = own.unsharded_param

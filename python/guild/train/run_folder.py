@@ -248,8 +248,8 @@ class RunFolder:
                 with zipfile.ZipFile(file) as archive:  # torch does not compare the checksums
                     if damaged := archive.testzip():
                         raise ValueError(damaged)
-                file.seek(0)
-                state = torch.load(file, map_location="cpu", weights_only=True)
+                where = {"map_location": "cpu", "mmap": True}  # ranks of a node share the pages
+                state = torch.load(self.checkpoint, **where, weights_only=True)
             except Exception:  # torch raises whatever its readers run into in damaged files
                 raise ValueError(
                     f"{option}: {name} is damaged or not a checkpoint{advice}"

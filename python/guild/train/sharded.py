@@ -91,8 +91,8 @@ class ShardedLearner(Learner):
         Keep all blocks gathered from forward to backward, not only the last ones: no second gather,
         but more memory.
     graphs : bool
-        As `Learner` takes it. Never where the host waits: with experts on several ranks, for the
-        rows of other engines than the peers', and for rounded lists.
+        As `Learner` takes it. With experts on several ranks only with engine "peer" and without
+        rounding: otherwise the host waits for counts.
     """
 
     def __init__(
@@ -180,9 +180,8 @@ class ShardedLearner(Learner):
         if self.device.type == "cpu":
             model.initialise(s.seed)
             return model
-        draw = torch.Generator(self.device).manual_seed(
-            s.seed
-        )  # seconds, where a CPU takes minutes
+        # On the GPU: seconds, where a CPU takes minutes. Not the values that `initialise` draws.
+        draw = torch.Generator(self.device).manual_seed(s.seed)
         with torch.no_grad():
             for name, weight in sorted(model.named_parameters()):
                 if weight.dim() == 1:

@@ -10,7 +10,10 @@ import torch
 from guild.train.settings import Settings
 
 # Dense bf16 with fp32 sums, FLOP per second, by a part of the GPU's name (NVIDIA's data sheets).
-_PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "GH200": 989e12}
+_PEAK = {
+    **{"H100 PCIe": 756e12, "H800 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12},
+    **{"H100": 989e12, "H800": 989e12, "H200": 989e12},  # the last one: GH200 as well
+}
 
 
 def flops_per_token(s: Settings) -> float:

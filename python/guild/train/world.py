@@ -16,7 +16,7 @@ from guild.train.failures import OtherRankError
 from guild.train.interrupt import StopRequest
 from guild.train.run_folder import RunFolder
 
-_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT = timedelta(minutes=30)  # ranks wait that long for the one that writes a checkpoint
 
 
 def is_started_by_torchrun() -> bool:
@@ -55,9 +55,9 @@ def device_of_rank(device: torch.device) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def local_ranks() -> str:
+def local_ranks() -> int:
     """How many ranks torchrun has started on this node."""
-    return os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def writes() -> bool:

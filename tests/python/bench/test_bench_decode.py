@@ -39,7 +39,15 @@ from guild.cli.main import main
 CPU = torch.device("cpu")
 TINY = Shape(tokens=6, hidden=32, intermediate=16, experts=8, top_k=2)
 PEER = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
+
+@dataclass
+class Unused:
+    number: int
 
 def decode_candidates(layers, part):
     if part == "layer":
@@ -273,6 +281,10 @@ def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--num-sms 3", "num_sms: expected without --decode"),
         ("--peer {tmp}/none.py", "peer: expected a Python file, got '.*none.py'"),
         ("--peer {tmp}/empty.py", "peer: expected a function decode_candidates in '.*empty.py'"),
+        (
+            "--peer {tmp}/empty.py --peer {tmp}/more/empty.py",
+            "peer: expected files of different names, got 'empty' twice",
+        ),
         ("--peer {tmp}/broken.py", "peer: '.*broken.py' cannot be run"),
         ("--thiek 4,8,8,16,2", "thiek: expected hidden of at least experts = 16, got 8"),
     ],

@@ -236,9 +236,6 @@ def test_wider_input_than_weights() -> None:
     assert torch.equal(out, narrow.float())
 
 
-# ---- torch.compile ------------------------------------------------------------------------------
-
-
 @not_fused
 def test_hooks_on_the_activation_see_the_tokens() -> None:
     """And nothing else, such as the numbers that Guild tries an activation with."""
@@ -250,6 +247,9 @@ def test_hooks_on_the_activation_see_the_tokens() -> None:
         results(name, experts, *call)
     theirs, ours = (rows.norm(dim=1).sort().values for rows in seen)  # in any order
     assert error(ours, theirs) < 1e-5
+
+
+# ---- torch.compile ------------------------------------------------------------------------------
 
 
 compiles = pytest.mark.skipif(not experts_module.COMPILES, reason="torch before 2.13")

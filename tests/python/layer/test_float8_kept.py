@@ -178,6 +178,7 @@ def test_codes_that_compiled_code_made_in_inference_mode(backend: str, device: s
     with torch.inference_mode():
         compiled(x)
     layer(x).sum().backward()
+    expect_near_bf16(layer, x, layer(x))
 
 
 def test_step_of_a_fused_optimizer(device: str) -> None:

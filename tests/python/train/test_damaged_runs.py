@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -175,6 +176,21 @@ def test_metrics_of_one_layer_of_two(
     for moe in ("plain", "guild"):
         printed = refused(run("--resume", "--moe", moe), capsys)
         assert f"the checkpoint holds guild and plain, this run trains {moe};" in printed
+
+
+def test_validation_of_one_layer_of_two(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Both are validated again, and the summary is written."""
+    assert run(*SMALL, "--compare") == 0
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").unlink()
+    cut(folder / "metrics.jsonl", -30)
+    assert run("--resume") == 0
+    again = json.loads((folder / "summary.json").read_text())
+    name = "final_validation_loss"
+    assert (again[name], again["compare"]) == (summary[name], summary["compare"])
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,11 @@ def peer_of(file: Path) -> Callable[[list[DecodeLayer], str], dict[str, Candidat
     ValueError
         If the file cannot be run, or has no such function.
     """
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(f"guild_peer_{file.stem}", file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(f"peer: expected a Python file, got {str(file)!r}")
     module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their modules up
     sys.path.insert(0, str(file.parent))  # as for a script, so that it can import its neighbours
     try:
         spec.loader.exec_module(module)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from guild.bench.presets import PRESETS, Shape, parse_shape
-from guild.bench.problem import ROUTINGS
+from guild.bench.problem import ROUTINGS, expect_routable
 from guild.bench.ranks.dispatchers import DISPATCHERS
 from guild.bench.ranks.symmetric import TORCH
 from guild.bench.results import make_folder
@@ -73,6 +73,7 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
     shapes |= {text: parse_shape(text) for text in args.thiek}
     ranks = int(os.environ["WORLD_SIZE"])
     for name, shape in shapes.items():
+        expect_routable(shape)
         if shape.experts % ranks:
             raise ValueError(
                 f"{name}: expected a multiple of {ranks} experts (ranks), got {shape.experts}"

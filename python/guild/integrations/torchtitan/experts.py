@@ -28,7 +28,7 @@ class GuildGroupedExperts(GroupedExperts):
         """The config of the experts that these replace."""
 
     def layer(self) -> dict[str, Any]:
-        """This rank's weights and the activation, as Guild takes them, in bfloat16."""
+        """This rank's weights, as Guild takes them, in their own dtype."""
         return {
             "w_up": (_local(self.w1_EFD), _local(self.w3_EFD)),
             "w_down": _local(self.w2_EDF),
@@ -52,7 +52,7 @@ class GuildGptOssGroupedExperts(GptOssGroupedExperts):
         """The config of the experts that these replace."""
 
     def layer(self) -> dict[str, Any]:
-        """This rank's weights and the activation, as Guild takes them, in bfloat16."""
+        """This rank's weights, biases and activation, as Guild takes them."""
         weight = self.mlp1_weight_EGD
         b_down = _local(self.mlp2_bias_ED)
         return {

@@ -23,14 +23,13 @@ class GroupedLinear(ExpertParameters):
         Number of groups G, such as experts.
     in_features, out_features : int
         Of each. With parallel_mode "column" the second is divided by tp_size, with "row" the first.
-    sequence_parallel, tp_group, tp_size, parallel_mode, ub_name, save_original_input, \
-rng_tracker_name
-        As in Transformer Engine: communication is left to the token dispatcher. The last three have
+    sequence_parallel, tp_group, tp_size, parallel_mode, ub_name, save_original_input
+        As in Transformer Engine: communication is left to the token dispatcher. The last two have
         no effect.
     fuse_wgrad_accumulation : bool
         Add weight gradients to each weight's `main_grad`. Biases keep their `.grad`.
-    get_rng_state_tracker : callable, optional
-        Returns the tracker under whose `fork(rng_tracker_name)` the parameters are drawn.
+    get_rng_state_tracker, rng_tracker_name : callable, str, optional
+        The first returns the tracker under whose `fork(rng_tracker_name)` the parameters are drawn.
     init_method : callable, optional
         Fills a weight in place. Default: a normal distribution of standard deviation 0.023.
     bias, return_bias : bool

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from guild import routed_experts
 from guild.experts import routed_layer
@@ -31,6 +30,7 @@ from guild.integrations.transformers.experts import (
     why_not,
 )
 from guild.integrations.transformers.messages import say_left
+from guild.logits import has_plain_call
 from guild.routed_call import RoutedArguments
 
 Forward = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -38,18 +38,7 @@ Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 
 def is_untouched(module: nn.Module, own: type[nn.Module]) -> bool:
     """Whether a call would run the forward of that class and nothing else."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return (
-        type(module) is own
-        and "forward" not in module.__dict__
-        and not any(hooks)
-        and not _has_any_global_hook()
-    )
+    return type(module) is own and has_plain_call(module)
 
 
 def router_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:

@@ -25,8 +25,6 @@ from guild.integrations.transformers.messages import class_name, say_summed
 _TERMS = "_guild_lora"  # attribute of experts while their wrappers run
 _LAYER = "peft.tuners.lora.layer"
 
-Activate = Callable[..., Any]  # ParamWrapper._activate_lora
-
 
 @dataclass
 class Term:
