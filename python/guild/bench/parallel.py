@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import guild
+from guild.bench.names import PASSES
 from guild.bench.presets import Shape
 from guild.bench.problem import make_problems
 from guild.bench.ranks.dispatchers import DISPATCHERS, unfit, why_not
@@ -224,7 +225,7 @@ def _calls(
     layers: list[SharedLayer], engines: list[str], alone: SharedLayer
 ) -> dict[str, Callable[[], object]]:
     calls: dict[str, Callable[[], object]] = {}
-    for name in ("forward", "backward"):
+    for name in PASSES:
         calls[name] = getattr(layers[0], name)
         for engine, layer in zip(engines[1:], layers[1:], strict=True):
             calls[f"{name} {engine}"] = getattr(layer, name)
@@ -257,7 +258,7 @@ def _of_ranks(value: float) -> list[float]:
 
 def _case(times: dict[str, list[list[float]]], shape: Shape) -> dict[str, Any]:
     case: dict[str, Any] = {"milliseconds": times, "efficiency": {}, "tflops": {}}
-    flops = dict(zip(("forward", "backward"), shape.flops(), strict=True))
+    flops = dict(zip(PASSES, shape.flops(), strict=True))
     for call, by_round in times.items():
         name, _, what = call.partition(" ")
         if what == "alone":

@@ -123,12 +123,12 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
     )
 
 
-def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The distinct names in "a,b"."""
+def _names(option: str, text: str, known: tuple[str, ...], more: str = "") -> tuple[str, ...]:
+    """The distinct names in "a,b"; more: what the message says after the known ones."""
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
-            raise ValueError(f"{option}: expected any of {', '.join(known)}, got {name!r}")
+            raise ValueError(f"{option}: expected any of {', '.join(known)}{more}, got {name!r}")
     return names
 
 
@@ -194,14 +194,10 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
     known = GPU_CANDIDATES if device.type == "cuda" else CPU_CANDIDATES
     if args.decode:
         known = DECODE_CANDIDATES
-    names = known if args.candidates is None else tuple(args.candidates.split(","))
-    if args.sweep is not None and args.candidates is None:
-        names = ("guild", "bound")
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"candidates: expected any of {', '.join(known)} on {device}, got {name!r}"
-            )
+    if args.candidates is not None:
+        names = _names("candidates", args.candidates, known, f" on {device}")
+    else:
+        names = known if args.sweep is None else ("guild", "bound")
     if args.sonicmoe:
         if device.type != "cuda" or not sonicmoe.importable():
             raise ValueError("sonicmoe: expected a GPU and the package sonicmoe")
@@ -219,11 +215,7 @@ def _routings(args: argparse.Namespace) -> tuple[str, ...]:
     alone = any(modes) or args.sweep is not None
     usual = "balanced" if args.steps else "random" if alone else "random,balanced"
     text = usual if args.routing is None else args.routing
-    names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in known:
-            raise ValueError(f"routing: expected any of {', '.join(known)}, or all, got {name!r}")
-    return names
+    return known if text == "all" else _names("routing", text, known, ", or all")
 
 
 def _sweep(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Shape]:

@@ -17,7 +17,7 @@ from guild.bench import quack
 from guild.bench.candidates import Bound
 from guild.bench.chain import BACKWARD, FORWARD, StepChain, Work, in_turn, step_work
 from guild.bench.failures import noting
-from guild.bench.names import PRODUCTS
+from guild.bench.names import PASSES, PRODUCTS
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 from guild.bench.problem import Problem, make_problems
@@ -204,7 +204,7 @@ def step_figures(
                 *(times["bmm", p] for p in PRODUCTS if _PASS_OF[p] == which), strict=True
             )
         ]
-        for which in ("forward", "backward")
+        for which in PASSES
     }
     steps: dict[str, Any] = {}
     for (who, name), taken in times.items():
@@ -248,7 +248,7 @@ def _pass_sums(
     steps: dict[str, Any], times: Times, bound: dict[str, list[float]]
 ) -> dict[str, Any]:
     sums = {}
-    for which in ("forward", "backward"):
+    for which in PASSES:
         names = [name for name in steps if _PASS_OF[name] == which]
         total = [sum(each) for each in zip(*(times["guild", n] for n in names), strict=True)]
         sums[which] = {

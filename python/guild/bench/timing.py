@@ -153,6 +153,11 @@ def summary_of(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
+def spread_of(summary: dict[str, float]) -> str:
+    """Half of the distance from the least to the greatest value, relative to the median."""
+    return f"±{50 * (summary['high'] - summary['low']) / summary['median']:.0f}%"
+
+
 def median_ratio(above: list[float], below: list[float]) -> dict[str, float]:
     """Median and spread of the ratios taken round by round."""
     return summary_of([a / b for a, b in zip(above, below, strict=True)])

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from guild.train.model import BYTES, LanguageModel
-from guild.train.settings import MOST_SEED
+from guild.train.model import LanguageModel
+from guild.train.settings import BYTES, MOST_SEED
 
 PROMPT = b'class Reader:\n    """Reads a file."""\n\n    def '  # unless another is given
 MOST_BYTES = 2**20  # to write at once, as the noise of all choices is drawn at the start

@@ -17,8 +17,7 @@ from torch import nn
 from guild.balancing import move_selection_bias
 from guild.train.embedding import Embedding
 from guild.train.rotary import rotary_tables, turned_heads
-
-BYTES = 256
+from guild.train.settings import BYTES
 
 MoEFactory = Callable[[int, int, int, int], nn.Module]
 

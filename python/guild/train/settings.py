@@ -29,7 +29,7 @@ CHOICES = {
 MOST_SEED = 2**62
 _MOST_COUNT = 2**31 - 1
 
-_BYTES = 256
+BYTES = 256  # values of a byte
 _PLAIN_ROUTERS = ("softmax_renormalized", "topk_softmax")
 
 
@@ -141,8 +141,8 @@ class Settings:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
-        if self.vocabulary < _BYTES:
-            raise ValueError(f"vocabulary: expected at least {_BYTES}, got {self.vocabulary}")
+        if self.vocabulary < BYTES:
+            raise ValueError(f"vocabulary: expected at least {BYTES}, got {self.vocabulary}")
         if self.round != "none" and self.capacity:
             raise ValueError(f"capacity: expected 0 with rounding, got {self.capacity}")
         if self.top_k > self.experts:

@@ -20,7 +20,8 @@ from guild.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = max((ROOT / "bench/results").glob("*-balanced.json"))
-QUICK = "bench --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1".split()
+TINY = "bench --thiek 16,16,8,4,2 --device cpu".split()
+QUICK = [*TINY, *"--rounds 1 --calls 1".split()]
 
 
 def expect_refusal(words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
@@ -73,7 +74,7 @@ def test_impossible_folder(
     monkeypatch.setattr("guild.bench.float8.measure.measure_float8", pytest.fail)
     monkeypatch.setattr("guild.bench.report.report", pytest.fail)
     (tmp_path / "file").write_text("")
-    words = ["bench", "--report", str(RECORD)] if mode == ["--report"] else [*QUICK, *mode]
+    words = ["bench", "--report", str(RECORD)] if mode == ["--report"] else [*TINY, *mode]
     expect_refusal([*words, "--out", out.format(tmp=tmp_path)], message, capsys)
 
 

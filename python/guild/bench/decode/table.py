@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 
 from guild.bench.form import form_words
+from guild.bench.timing import spread_of
 
 Case = dict[str, Any]
 _PARTS = {"experts": "experts alone", "layer": "with the router"}
@@ -110,9 +111,8 @@ def _cells(case: Case, name: str, shown: list[str], count: int) -> list[str]:
     if row is None:
         return ["failed" if name in case["failures"] else "", *[""] * (count - 1)]
     us = row["us"]
-    half_spread = 50 * (us["high"] - us["low"]) / us["median"]
     mark = "*" if "host_us" in row and row["how"] == "eager" else ""
-    cells = [f"{us['median']:.4g}{mark} ±{half_spread:.0f}%"]
+    cells = [f"{us['median']:.4g}{mark} {spread_of(us)}"]
     cells.append(f"{row['share_of_floor']['median']:.3f}")
     if name == "guild":
         cells.append(f"{row['tbps']:.3g}")

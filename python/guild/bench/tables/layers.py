@@ -7,7 +7,8 @@ from typing import Any
 from rich.table import Table
 
 from guild.bench.form import form_words
-from guild.bench.names import BASELINES, LIMITED, TITLES
+from guild.bench.names import BASELINES, LIMITED, PASSES, TITLES
+from guild.bench.timing import spread_of
 
 
 def bench_table(record: dict[str, Any]) -> Table:
@@ -37,7 +38,7 @@ def bench_table(record: dict[str, Any]) -> Table:
     for heading in ["TFLOPS", "over bound", *extra, *baseline_headings, "load", "error"]:
         table.add_column(heading, justify="right")
     for case in cases:
-        for direction in ("forward", "backward"):
+        for direction in PASSES:
             _add_line(table, case, direction, timed, baselines, several)
         table.add_section()
     return table
@@ -103,5 +104,4 @@ def _milliseconds(found: dict[str, Any] | None, failure: str | None) -> str:
     if found is None:
         return "failed" if failure else ""
     ms = found["ms"]
-    half_spread = 50 * (ms["high"] - ms["low"]) / ms["median"]
-    return f"{ms['median']:.3f} ±{half_spread:.0f}%"
+    return f"{ms['median']:.3f} {spread_of(ms)}"

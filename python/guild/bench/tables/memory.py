@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from guild.bench.memory import SLOT_BYTES
-from guild.bench.names import TITLES
+from guild.bench.names import PASSES, TITLES
 
 _MIB = 1 << 20
 
@@ -53,7 +53,7 @@ def memory_cells(case: dict[str, Any], found: dict[str, Any]) -> list[str]:
     slots = shape["tokens"] * shape["top_k"]
     rest = found["saved_bytes"] - formula["saved"] + SLOT_BYTES * slots
     cells = [*_pair(found["saved_bytes"], formula["saved"]), f"{rest / slots:.1f}"]
-    for which in ("forward", "backward"):
+    for which in PASSES:
         if f"{which}_peak_bytes" in found:
             cells += _pair(found[f"{which}_peak_bytes"], formula[which])
     return cells

@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 
 from guild.bench.form import form_words
+from guild.bench.timing import spread_of
 
 _HEADINGS = (
     "ms",
@@ -71,9 +72,8 @@ def _about_quack(case: dict[str, Any]) -> str:
 def step_cells(step: dict[str, Any], quack: bool) -> list[str]:
     """A step's figures as text, in the order of the headings; empty where there is none."""
     ms = step["ms"]
-    half_spread = 50 * (ms["high"] - ms["low"]) / ms["median"]
     cells = [
-        f"{ms['median']:.4f} ±{half_spread:.0f}%",
+        f"{ms['median']:.4f} {spread_of(ms)}",
         f"{step['tflops']:.3g}" if step["tflops"] else "",
         f"{step['tbps']:.3g}",
         f"{step['floor_ms']:.4f}",

@@ -18,6 +18,7 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
 from guild import Activation, experts_mlp, routed_experts
+from guild.integrations.dtensors import local_part
 
 
 class GuildGroupedExperts(GroupedExperts):
@@ -30,8 +31,8 @@ class GuildGroupedExperts(GroupedExperts):
     def layer(self) -> dict[str, Any]:
         """This rank's weights, as Guild takes them, in their own dtype."""
         return {
-            "w_up": (_local(self.w1_EFD), _local(self.w3_EFD)),
-            "w_down": _local(self.w2_EDF),
+            "w_up": (local_part(self.w1_EFD), local_part(self.w3_EFD)),
+            "w_down": local_part(self.w2_EDF),
         }
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
@@ -54,11 +55,11 @@ class GuildGptOssGroupedExperts(GptOssGroupedExperts):
     def layer(self) -> dict[str, Any]:
         """This rank's weights, biases and activation, as Guild takes them."""
         weight = self.mlp1_weight_EGD
-        b_down = _local(self.mlp2_bias_ED)
+        b_down = local_part(self.mlp2_bias_ED)
         return {
-            "w_up": _local(weight),
-            "w_down": _local(self.mlp2_weight_EDF),
-            "b_up": _local(self.mlp1_bias_EG),
+            "w_up": local_part(weight),
+            "w_down": local_part(self.mlp2_weight_EDF),
+            "b_up": local_part(self.mlp1_bias_EG),
             # Ranks that share an expert sum their results, so each adds a part of the bias.
             "b_down": ScaleBiasForward.apply(b_down, _ranks_of(weight), b_down.dtype),
             "activation": Activation("silu", alpha=1.702, limit=self.swiglu_limit, up_offset=1.0),
@@ -87,7 +88,7 @@ class GuildRoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         """(B, L, D) tokens through their experts, summed with their scores."""
-        if _types_are_checked() or not self._is_local():
+        if _types_are_checked() or not self._islocal_part():
             return super().forward(
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             )
@@ -100,7 +101,7 @@ class GuildRoutedExperts(RoutedExperts):
         )
         return out.type_as(x_BLD).view(x_BLD.shape)
 
-    def _is_local(self) -> bool:
+    def _islocal_part(self) -> bool:
         dispatcher = self.token_dispatcher
         return (
             type(dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)
@@ -130,11 +131,6 @@ def _in_bfloat16(layer: dict[str, Any]) -> dict[str, Any]:
         return value.bfloat16() if isinstance(value, Tensor) else value
 
     return {name: cast(value) for name, value in layer.items()}
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _ranks_of(weight: Tensor) -> int:

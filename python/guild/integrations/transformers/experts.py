@@ -18,6 +18,7 @@ from transformers.integrations.moe import (
 )
 
 from guild import Activation, routed_experts
+from guild.integrations.dtensors import local_part
 from guild.integrations.transformers.gate import (
     facts_of,
     gate_function,
@@ -116,10 +117,15 @@ def _runs_on_guild(experts: nn.Module) -> bool:
 def weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """This rank's w_up, w_down, b_up, b_down; None for biases that the experts do not have."""
     prefix = "gate_up_proj" if experts.has_gate else "up_proj"
-    w_up, w_down = _local(getattr(experts, prefix)), _local(experts.down_proj)
+    w_up, w_down = local_part(getattr(experts, prefix)), local_part(experts.down_proj)
     if not experts.has_bias:
         return w_up, w_down, None, None
-    return w_up, w_down, _local(getattr(experts, f"{prefix}_bias")), _local(experts.down_proj_bias)
+    return (
+        w_up,
+        w_down,
+        local_part(getattr(experts, f"{prefix}_bias")),
+        local_part(experts.down_proj_bias),
+    )
 
 
 def left_to(experts: nn.Module, x: Tensor, w_up: Tensor, w_down: Tensor) -> Callable | None:
@@ -161,11 +167,6 @@ def _grouped_mm_takes(w_up: Tensor, w_down: Tensor) -> bool:
 
 def _plus(out: Tensor, residual: Tensor | None) -> Tensor:
     return out if residual is None else out + residual
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def has_autocast(x: Tensor) -> bool:
