@@ -52,6 +52,7 @@ class SharedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.hidden, self.intermediate = hidden, intermediate
         self.activation, self.order = activation, order
         width = activation.width(intermediate)
         self.w_up = nn.Parameter(torch.empty(width, hidden, device=device, dtype=dtype))
@@ -114,8 +115,7 @@ class SharedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes, for print(module)."""
-        hidden, intermediate = self.w_down.shape
-        return f"hidden={hidden}, intermediate={intermediate}"
+        return f"hidden={self.hidden}, intermediate={self.intermediate}"
 
     def forward(self, x: Tensor) -> Tensor:
         """x (tokens, hidden) -> the same shape: one expert that gets every row."""

@@ -1,5 +1,4 @@
 // quantize_rows(): 1 x 128 blocks, each by the threads that hold its 128 elements, eight a thread.
-
 #include "checks/check.h"
 #include "cuda/device.h"
 #include "cuda/float8/tile.cuh"

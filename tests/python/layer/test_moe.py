@@ -315,6 +315,9 @@ def test_copies_and_prints() -> None:
     other = guild.MoE(16, 8, 8, 2, router="sigmoid", order="interleaved", fp8=guild.FP8())
     for text in ("routing=Router(score='sigmoid'", "order=interleaved", "fp8=FP8(wgrad"):
         assert text in repr(other)
+    shared = guild.MoE(16, 8, 4, 2, shared_experts=3).shared
+    shared.w_down = torch.nn.Parameter(torch.empty(0))  # as sharded by FullyShardedDataParallel
+    assert "hidden=16, intermediate=24" in repr(shared)
 
 
 def test_checkpointed_activations(device: str) -> None:

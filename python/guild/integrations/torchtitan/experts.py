@@ -88,7 +88,7 @@ class GuildRoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         """(B, L, D) tokens through their experts, summed with their scores."""
-        if _types_are_checked() or not self._islocal_part():
+        if _types_are_checked() or not self._is_local():
             return super().forward(
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             )
@@ -101,7 +101,7 @@ class GuildRoutedExperts(RoutedExperts):
         )
         return out.type_as(x_BLD).view(x_BLD.shape)
 
-    def _islocal_part(self) -> bool:
+    def _is_local(self) -> bool:
         dispatcher = self.token_dispatcher
         return (
             type(dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)

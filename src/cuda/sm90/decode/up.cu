@@ -13,13 +13,15 @@ constexpr int up_rows(int tokens, Major major) {
   return major != Major::K ? 128 : tokens == 8 ? 32 : 64;
 }
 
-// Blocks that share a multiprocessor. One, with a ring twice as long, reads weights a little faster
-// where tiles are long or have few rows; elsewhere two hide the ends of each other's tiles.
-// Measured on an H200 (docs/measured/).
+// Whether a kernel's blocks ever have a multiprocessor alone.
 template <DecodeShape shape, Major major, PlanFrom from, StaticActivation known>
 constexpr bool kCanBeAlone =
     from != PlanFrom::choice &&
     (major == Major::MN ? known == kGptOss : shape.rows == 32 || shape.rows == 64);
+
+// Blocks that share a multiprocessor. One, with a ring twice as long, reads weights a little faster
+// where tiles are long or have few rows; elsewhere two hide the ends of each other's tiles.
+// Measured on an H200 (docs/measured/).
 template <DecodeShape shape, Major major, PlanFrom from, StaticActivation known>
 int blocks_at_once(UpProduct const& x, Queue const& queue) {
   constexpr int64_t kLongRow = 3072, kFewRowsEach = 3;
