@@ -21,7 +21,7 @@
 #include "cuda/arch/dependent_launch.cuh"
 #include "cuda/products.h"
 #include "cuda/sm90/cursor.cuh"
-#include "cuda/sm90/decode/numbers.cuh"
+#include "cuda/sm90/decode/claims.h"
 #include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/decode/tall_results.cuh"
 #include "cuda/sm90/decode/tall_tiles.h"
@@ -47,6 +47,9 @@ GUILD_TALL_INSTRUCTION(__half, 152, F32F16F16)
 }  // namespace guild::cuda
 
 namespace guild::cuda::sm90 {
+
+// As `claimed` of numbers.cuh.
+[[maybe_unused]] static __device__ int32_t tall_claimed[kClaimCounters];
 
 // One slice's products of n rows of X.
 template <class T, int n>
@@ -146,10 +149,9 @@ struct TallProduct {
   static __device__ void load(Params const& p, SharedStorage& smem) {
     bool const leads = threadIdx.x % 32 == 0;
     uint64_t const policy = evict_first();
-    TileNumbers numbers(p.claims);
     Groups const groups{smem.bound + 1, p.groups.groups, p.groups.total, /*has_start=*/true};
     TileFinder<TallTiles> finder({groups, p.results.part_columns(), p.columns, p.narrow_up_to},
-                                 numbers.now, 0);
+                                 blockIdx.x, 0);
     Cursor at;
     QueueEnd end;
     Tile tile, next;
@@ -160,7 +162,7 @@ struct TallProduct {
       smem.queue.put(end, next);
     };
     announce();
-    while (more) {
+    for (int number = blockIdx.x, after = 0; more;) {
       tile = next;
       int const count = stages_of(p, tile), e = placed(p.expert_at, tile.expert);
       int asks_at = max(0, count - kAskedAhead), finds_at = max(0, count - kFoundAhead);
@@ -172,13 +174,19 @@ struct TallProduct {
         if (i == asks_at) {
           if (waits && p.claims >= 0) wait_for_previous();
           waits = waits && p.claims < 0;
-          numbers.ask();
+          after = number + int(gridDim.x);
+          if (p.claims >= 0 && leads) {
+            after = int(gridDim.x) + atomicAdd(&tall_claimed[p.claims], 1);
+          }
         }
         if (i != finds_at) continue;
-        numbers.answer();
-        finder.go_to(numbers.now);
+        number = __shfl_sync(~0u, after, 0);
+        finder.go_to(number);
         more = finder.next(next);
-        if (!more) numbers.fail(finder.count());
+        // As many blocks find no tile as have had a first one: as many claims as tiles.
+        if (!more && p.claims >= 0 && number == int(gridDim.x) + finder.count() - 1) {
+          tall_claimed[p.claims] = 0;
+        }
         announce();
       }
     }
