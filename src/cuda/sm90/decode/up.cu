@@ -14,21 +14,40 @@ constexpr int up_rows(int tokens, Major major) {
 }
 
 // Whether a kernel's blocks ever have a multiprocessor alone.
-template <DecodeShape shape, Major major, PlanFrom from, StaticActivation known>
+template <DecodeShape shape, Major major, StaticActivation known>
 constexpr bool kCanBeAlone =
-    from != PlanFrom::choice &&
-    (major == Major::MN ? known == kGptOss : shape.rows == 32 || shape.rows == 64);
+    major == Major::MN ? known == kGptOss : shape.rows == 32 || shape.rows == 64;
+
+// Tiles of so many rows of the weights, at most, if no expert has more tokens than a tile.
+int64_t most_tiles(UpProduct const& x, int rows) {
+  int const halves = x.pairing == Pairing::none ? 1 : 2;
+  int64_t const experts = std::min<int64_t>(x.rows, x.groups.groups);
+  return experts * ceil_div(halves * x.n, rows) + ceil_div(halves * x.shared.n, rows);
+}
+
+// Whether two blocks a multiprocessor, of tiles that are not long, hide little: where there are so
+// few that two blocks crowd on some multiprocessors, and where a few blocks have a second tile,
+// which ends late.
+bool few_tiles(int64_t tiles, bool chosen, Queue const& queue) {
+  double const each = double(tiles) / double(multiprocessors(queue));
+  return each <= (chosen ? 0.75 : 1.75) || (each > 2 && each <= (chosen ? 2.75 : 2.5));
+}
 
 // Blocks that share a multiprocessor. One, with a ring twice as long, reads weights a little faster
-// where tiles are long or have few rows; elsewhere two hide the ends of each other's tiles.
-// Measured on an H200 (docs/measured/).
-template <DecodeShape shape, Major major, PlanFrom from, StaticActivation known>
+// where tiles are long, unless the choice of experts takes long too, and where they are few or have
+// few rows; elsewhere two hide the ends of each other's tiles. Measured on an H200
+// (docs/measured/).
+template <DecodeShape shape, Major major, StaticActivation known>
 int blocks_at_once(UpProduct const& x, Queue const& queue) {
-  constexpr int64_t kLongRow = 3072, kFewRowsEach = 3;
-  if (queue.sms > 0 || !kCanBeAlone<shape, major, from, known>) return kAtOnce;
-  bool const alone = major == Major::MN ? true
-                     : shape.rows == 32 ? x.k > kLongRow
-                                        : x.rows <= kFewRowsEach * x.groups.groups;
+  constexpr int64_t kLongRow = 3072, kMediumRow = 2048, kFewRowsEach = 3, kQuickChoice = 128;
+  if (queue.sms > 0 || !kCanBeAlone<shape, major, known>) return kAtOnce;
+  if (major == Major::MN) return 1;
+  bool alone = x.rows <= kFewRowsEach * x.groups.groups;
+  if (shape.rows == 32) {
+    bool const chosen = x.choice != nullptr, quick = !chosen || x.groups.groups <= kQuickChoice;
+    bool const few = few_tiles(most_tiles(x, shape.rows), chosen, queue);
+    alone = (x.k > kLongRow && quick) || (x.k >= kMediumRow && few);
+  }
   return alone ? 1 : kAtOnce;
 }
 
@@ -87,30 +106,18 @@ void launch_with_ring(UpProduct const& x, int blocks, Queue const& queue) {
 template <class T, Major major, bool gathered, DecodeShape shape, PlanFrom from,
           StaticActivation known>
 void launch_up(UpProduct const& x, Queue const& queue) {
-  int const blocks = blocks_at_once<shape, major, from, known>(x, queue);
+  int const blocks = blocks_at_once<shape, major, known>(x, queue);
   auto const launch = [&]<int at_once> {
     launch_with_ring<T, major, gathered, shape, from, known, at_once>(x, blocks, queue);
   };
   if constexpr (!chooses(from)) {
     launch.template operator()<0>();
   } else {
-    if constexpr (kCanBeAlone<shape, major, from, known>) {
+    if constexpr (kCanBeAlone<shape, major, known>) {
       if (blocks == 1) return launch.template operator()<1>();
     }
     launch.template operator()<kAtOnce>();
   }
-}
-
-// Rows of a tile for one token whose experts all blocks choose, if that leaves no block with a
-// second tile. All blocks begin at once there, and those with two would end last (docs/measured/).
-constexpr int kMoreRows = 48;
-bool takes_more_rows(UpProduct const& x, Queue const& queue) {
-  constexpr int64_t kManyExperts = 8;  // with four it takes longer
-  auto const fits = [&](int rows) {
-    return x.rows * ceil_div(2 * x.n, rows) <= kAtOnce * multiprocessors(queue);
-  };
-  return x.pairing == Pairing::halves && x.rows >= kManyExperts && x.shared.n == 0 &&
-         fits(kMoreRows) && !fits(up_rows(8, Major::K));
 }
 
 // Whether the DecodeProduct of SwiGLU serves: what most models need in inference.
@@ -139,7 +146,7 @@ void launch_gpt_oss(UpProduct const& x, Queue const& queue) {
 
 template <class T, Major major>
 void launch_with_choice(UpProduct const& x, Queue const& queue) {
-  constexpr DecodeShape few{8, up_rows(8, major)}, more{8, kMoreRows};
+  constexpr DecodeShape few{8, up_rows(8, major)};
   with_ranking(x.choice->route, [&]<Ranking ranking> {
     constexpr auto from = ranking == Ranking::softmax ? PlanFrom::softmax_choice : PlanFrom::choice;
     if constexpr (major != Major::K) {
@@ -148,7 +155,6 @@ void launch_with_choice(UpProduct const& x, Queue const& queue) {
       }
       launch_up<T, major, true, few, from, kAny>(x, queue);
     } else {
-      if (takes_more_rows(x, queue)) return launch_gathered<T, more, from>(x, queue);
       launch_gathered<T, few, from>(x, queue);
     }
   });
