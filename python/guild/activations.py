@@ -180,8 +180,8 @@ class Activation:
         inside = ~((up > self.limit) | (up < -self.limit))  # NaN counts as inside
         dgate = da * slope * (up.clamp(-self.limit, self.limit) + self.up_offset)
         pair = (dgate, da * value * inside)
-        dh = torch.cat(pair, -1) if order == "concatenated" else torch.stack(pair, -1).flatten(-2)
-        return dh.to(h.dtype)
+        dh = torch.cat(pair, -1) if order == "concatenated" else torch.stack(pair, -1)
+        return dh.reshape(h.shape).to(h.dtype)
 
     def _halves(self, h: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         expect_tensor("h", h)

@@ -152,6 +152,8 @@ def _arguments(
 ) -> RoutedArguments:
     """A call with a guild.MoE's weights and settings; without ids and weights, the router's."""
     w_up, w_down, b_up, b_down = weights
+    if layer.expert_group is None:
+        _expect_experts(w_down, layer.experts)
     return RoutedArguments(
         x=x,
         topk_ids=topk_ids,
@@ -170,6 +172,16 @@ def _arguments(
         out=out,
         fp8=fp8,
     )
+
+
+def _expect_experts(w_down: Tensor, experts: int) -> None:
+    """Raise ValueError for weights of fewer experts, whose tokens would be left out, or of more."""
+    shape = getattr(w_down, "shape", ())  # what is no tensor is refused elsewhere
+    if shape and shape[0] != experts:
+        raise ValueError(
+            f"w_down: expected the layer's {experts} experts, got {shape[0]} in shape "
+            f"{tuple(shape)}; MoE.experts and the router's rows have to be as many"
+        )
 
 
 def _are_all_here(expert_group: ExpertParallel | None) -> bool:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from guild._torch.checks import (
     dtype_name,
@@ -202,7 +203,10 @@ def is_exporting() -> bool:
 
 
 def outlives_call(tensor: Tensor) -> bool:
-    """Whether a tensor may be kept after the call: those of torch.func.grad or vmap end with it."""
-    if torch.compiler.is_compiling():
-        return True
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether a layer may keep a tensor after the call.
+
+    Those of torch.func.grad or vmap end with it, and fake ones have no values.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return torch.compiler.is_compiling() or not isinstance(tensor, FakeTensor)

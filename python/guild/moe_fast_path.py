@@ -56,7 +56,8 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     ):
         return None
     shape = x.shape
-    if not shape or shape[-1] != layer.hidden or weight.shape[0] != layer.experts:
+    counts = weight.shape[:1], w_down.shape[:1]
+    if not shape or shape[-1] != layer.hidden or counts != ((layer.experts,),) * 2:
         return None
     flat = x
     if len(shape) != 2:

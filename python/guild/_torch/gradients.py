@@ -275,11 +275,19 @@ def _activation_of(flags: LayerFlags) -> tuple[Activation, str]:
     return Activation(KINDS[kind], gated, alpha, limit, *rest), ORDERS[interleaved]
 
 
+def _calls_for_composition(*gradients):
+    """Whether a pair's backward has to consist of ops that have gradients and can be batched."""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    is_batched = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched=True
+    return any(g is not None and is_batched(g) for g in gradients)
+
+
 def _pair_up_gradient(ctx, da, dh):
     nothing = (None,) * 7
     x, w_up, offsets, h = ctx.saved_tensors
     want_x, want_w, _, want_bias = ctx.needs_input_grad[1:5]
-    again = torch.is_grad_enabled()  # then only differentiable operations
+    again = _calls_for_composition(da, dh)
     if da is not None:  # swiglu_out was used on its own
         activation, order = _activation_of(ctx.flags)
         if again:  # rows of no expert may hold NaN, and NaN times their zero gradients is NaN
@@ -313,7 +321,7 @@ def _pair_down_gradient(ctx, dout):
     kept, w_down, offsets = ctx.saved_tensors
     want_a, want_aux, want_w, _, want_bias = ctx.needs_input_grad[1:6]
     dout = rows_of(dout)
-    gradients = _pair_down_again if torch.is_grad_enabled() else _pair_down_kernels
+    gradients = _pair_down_again if _calls_for_composition(dout) else _pair_down_kernels
     want = want_a and not ctx.fused, want_aux, want_w
     da, dh, dw = gradients(ctx, dout, kept, w_down, offsets, *want)
     db = bias_gradient(dout, offsets) if want_bias else None

@@ -301,3 +301,19 @@ def test_compiled_autograd(fp8: guild.FP8 | None) -> None:
         for tensor, gradient in zip(inputs, expected, strict=True):
             assert torch.equal(tensor.grad, gradient)
             tensor.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("over", [None, "batch"])
+def test_transforms(over: str | None, backend: str) -> None:
+    """torch.func's grad and vmap in a compiled function leave none of their tensors in a layer."""
+    torch.manual_seed(0)
+    layer = guild.MoE(16, 8, 4, 2, balance_over=over).requires_grad_(False)
+    x = torch.randn(2, 5, 16)
+    each = torch.func.grad(lambda x: layer(x).square().sum())
+    for transformed in (each, torch.func.vmap(lambda x: layer(x)), torch.func.vmap(each)):
+        layer(x)
+        found = torch.compile(transformed, fullgraph=True, backend=backend)(x)
+        assert layer.expert_counts is layer.balance_sums is None
+        torch.testing.assert_close(found, transformed(x))

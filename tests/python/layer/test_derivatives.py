@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
 from torch.func import grad as func_grad
 
@@ -361,6 +361,7 @@ def test_pair_twice(activation: str, fused: bool, order: str) -> None:
 
     shapes = (5, 3), (3, 3, width), (3, width), (3, 2, 3), (3, 3)
     inputs = tuple(values(*shape, seed=i) for i, shape in enumerate(shapes))
+    assert gradcheck(run, inputs, check_batched_grad=True, atol=1e-5, rtol=1e-4)
     assert gradgradcheck(run, inputs, atol=1e-5, rtol=1e-4)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -185,6 +187,28 @@ def test_traces_hold_no_addresses(recorder: str, grad: bool, device: str) -> Non
             given = x + 1, w_up + 1, w_down
             assert torch.equal(recorded(*given), experts(*given))
     assert len(kept) == 5
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kept", [2, 6])
+def test_other_numbers_of_experts(kept: int, mode: Callable, device: str) -> None:
+    """Pruned weights beside a router that still chooses the others: their tokens would be lost."""
+    layer = layer_of(device)
+    for name in ("w_up", "w_down"):
+        weight = torch.cat([getattr(layer, name).detach()] * 2)[:kept]
+        setattr(layer, name, nn.Parameter(weight))
+    with mode(), pytest.raises(ValueError, match=rf"^w_down: expected .* 4 experts, got {kept}"):
+        layer(tokens(layer))
+
+
+def test_a_forward_on_fake_tensors(device: str) -> None:
+    """Leaves nothing of theirs in the layer, which can then be copied and pickled."""
+    layer = layer_of(device, balance_over="batch")
+    x = tokens(layer)
+    make_fx(layer, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+    assert layer.expert_counts is layer.balance_sums is None
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    assert torch.equal(copied(x), layer(x))
 
 
 def test_losses_without_a_gradient(device: str) -> None:
