@@ -8,6 +8,21 @@ set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
 include(Pythons)
 
+# AUTO, ON or OFF, from any of CMake's spellings of the last two.
+function(guild_normalize option)
+  string(TOUPPER "${${option}}" value)
+  if(value MATCHES "^(ON|YES|Y|TRUE|1)$")
+    set(value ON)
+  elseif(value MATCHES "^(OFF|NO|N|FALSE|0)$")
+    set(value OFF)
+  elseif(NOT value STREQUAL "AUTO")
+    message(FATAL_ERROR "${option}: expected AUTO, ON or OFF, got '${${option}}'")
+  endif()
+  set(${option} ${value} PARENT_SCOPE)
+endfunction()
+guild_normalize(GUILD_CUDA)
+guild_normalize(GUILD_TORCH)
+
 # ---- Eigen: the CPU backend's matrix products ----
 if(NOT GUILD_EIGEN_DIR)
   find_package(Eigen3 3.4 QUIET NO_MODULE)
@@ -47,6 +62,11 @@ if(NOT GUILD_CUDA STREQUAL "OFF")
   endif()
 endif()
 if(GUILD_WITH_CUDA)
+  if(CMAKE_VERSION VERSION_LESS 3.26)
+    message(FATAL_ERROR "The CUDA backend needs CMake 3.26, which knows C++20 in nvcc; this is "
+      "${CMAKE_VERSION}. `${guild_pip} cmake` brings a newer one; -DGUILD_CUDA=OFF builds the CPU "
+      "backend alone.")
+  endif()
   set(cutlass_dir "${GUILD_CUTLASS_DIR}")
   if(NOT cutlass_dir)
     set(cutlass_dir "${GUILD_FOUND_CUTLASS}")

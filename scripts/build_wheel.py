@@ -103,8 +103,9 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     wheel = build_wheel(ROOT, FOLDER, (ROOT / arguments.build).resolve())
     wheel = name_by_tag(wheel, audit(wheel))
-    cuda_is_off = "GUILD_CUDA=OFF" in os.environ.get("GUILD_CMAKE_ARGS", "")
-    check_contents(wheel, wants_cuda=bool(find_nvcc()) and not cuda_is_off)
+    given = os.environ.get("GUILD_CMAKE_ARGS", "")
+    cuda_is_off = re.search(r"GUILD_CUDA(:\w+)?=(OFF|NO|N|FALSE|0)\b", given, re.IGNORECASE)
+    check_contents(wheel, wants_cuda=bool(find_nvcc()) and cuda_is_off is None)
 
 
 if __name__ == "__main__":

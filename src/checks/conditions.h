@@ -28,7 +28,8 @@ inline void check_sizes(Sizes const& s) {
   check_size(s.intermediate, 1, kMostColumns, "intermediate");
   check_size(s.experts, 1, kMostExperts, "experts");
   check_size(s.top_k, 1, kMostExperts, "top_k");
-  check_size(s.slot_count(), 0, kMostRows, s.slots < 0 ? "tokens * top_k" : "slots");
+  check_size(s.slots, -1, kMostRows, "slots");
+  check_size(s.slot_count(), 0, kMostRows, "tokens * top_k");
   check_size(s.room, -1, kMostRows, "room");
 }
 
@@ -38,7 +39,7 @@ inline int64_t most_sequences(int64_t tokens) { return tokens == 0 ? kMostRows :
 // Lists of any length come with the number of their slots.
 inline void check_lists(int64_t slots, int32_t const* token_offsets) {
   require((slots < 0) == (token_offsets == nullptr), "token_offsets: expected ",
-          slots < 0 ? "null without slots" : "a pointer with slots", ", got slots = ", slots);
+          slots < 0 ? "null without slots, got a pointer" : "a pointer with slots, got null");
   check_size(slots, -1, kMostRows, "slots");
 }
 

@@ -37,8 +37,8 @@ void check(QuantizeWeights const& x) {
   check_element(x.dtype, "dtype");
   check_format(x.format, "format");
   check_kind(x.scale);
-  check_weight(x.w.gate, x.experts, x.out, x.in, "w", false);
-  if (x.halves() == 2) check_weight(x.w.up, x.experts, x.out, x.in, "up", false);
+  check_weight(x.w.gate, x.experts, x.out, x.in, "w.gate", false);
+  if (x.halves() == 2) check_weight(x.w.up, x.experts, x.out, x.in, "w.up", false);
   int64_t const rows = x.halves() * x.out;
   check_size(rows, 1, kMostColumns, "out, of both halves");
   check_weight(x.codes, x.experts, rows, x.in, "codes", true);
@@ -87,7 +87,7 @@ void check(ScaledUp const& x) {
     check_codes(x.w_up.up, s.experts, s.intermediate, s.hidden, "w_up.up");
     check_scales(x.w_scales.up, true, {s.experts, blocks, depth}, "w_scales.up");
   }
-  check_optional_rows(x.bias, s.experts, width(s, gated), "b_up");
+  check_optional_rows(x.bias, s.experts, width(s, gated), "bias");
   check_optional_rows(x.h, s.rows(), width(s, gated), "h");
   check_optional_rows(x.h_codes, s.rows(), width(s, gated), "h_codes");
   if (x.h_codes.data != nullptr) {

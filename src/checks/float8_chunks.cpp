@@ -1,6 +1,8 @@
 // Checks of the arguments of chunks and their products.
 #include "checks/float8_chunks.h"
 
+#include <string>
+
 #include "checks/float8_conditions.h"
 
 namespace guild {
@@ -26,12 +28,14 @@ void check(QuantizeChunks const& x) {
 
 namespace {
 
-void check_chunks(ConstChunks const& x, int64_t slots, int64_t columns, char const* name) {
-  check_pointer(x.codes, true, name);
+// name: of x.
+void check_chunks(ConstChunks const& x, int64_t slots, int64_t columns, std::string const& name) {
+  std::string const codes = name + ".codes", scales = name + ".scales";
+  check_pointer(x.codes, true, codes.c_str());
   require(x.slot_stride == 0 || x.slot_stride >= columns * kScaleBlock, name,
-          ": expected slots at least ", columns * kScaleBlock, " apart, or 0, got ", x.slot_stride);
-  check_reach({{{1, 0}, {slots, x.slot_stride}, {columns * kScaleBlock, 1}}}, name);
-  check_scales(x.scales, true, {1, slots, scale_blocks(columns)}, name);
+          ".slot_stride: expected at least ", columns * kScaleBlock, ", or 0, got ", x.slot_stride);
+  check_reach({{{1, 0}, {slots, x.slot_stride}, {columns * kScaleBlock, 1}}}, codes.c_str());
+  check_scales(x.scales, true, {1, slots, scale_blocks(columns)}, scales.c_str());
 }
 
 }  // namespace

@@ -111,7 +111,8 @@ void check(TokenRounding const& x) {
   check_rows(x.logits, x.tokens, x.experts, "logits");
   check_pointer(x.ids, any, "ids");
   bool const stochastic = x.rounding == Rounding::stochastic;
-  require(stochastic || x.seed == nullptr, "seed: expected null unless rounding is stochastic");
+  require(stochastic || x.seed == nullptr,
+          "seed: expected null unless rounding is stochastic, got a pointer");
   check_pointer(x.seed, stochastic, "seed");
   check_pointer(x.token_offsets, true, "token_offsets");
   check_pointer(x.list_ids, any, "list_ids");

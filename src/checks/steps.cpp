@@ -43,7 +43,7 @@ void check(UpProjection const& x) {
   check_order(x.order);
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
   check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
-  check_optional_rows(x.bias, s.experts, width(s, gated), "b_up");
+  check_optional_rows(x.bias, s.experts, width(s, gated), "bias");
   check_optional_rows(x.h, s.rows(), width(s, gated), "h");
   check_rows(x.a, s.rows(), s.intermediate, "a");
   check_term(x.low_rank.t, s, x.low_rank.rank);
@@ -58,7 +58,7 @@ void check(DownProjection const& x) {
   check_layer(s, x.dtype, x.routing);
   check_rows(x.a, s.rows(), s.intermediate, "a");
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
-  check_optional_rows(x.bias, s.experts, s.hidden, "b_down");
+  check_optional_rows(x.bias, s.experts, s.hidden, "bias");
   check_rows(x.y, s.rows(), s.hidden, "y");
   check_low_rank(x.low_rank, s, s.hidden);
 }
@@ -116,7 +116,7 @@ void check(ScoreGradient const& x) {
   check_pointer(x.dscores, any, "dscores");
   if (x.bias.data == nullptr) return;
   check_pointer(x.routing.offsets, true, "routing.offsets");
-  check_optional_rows(x.bias, s.experts, s.hidden, "b_down");
+  check_optional_rows(x.bias, s.experts, s.hidden, "bias");
   check_rows(x.dout, s.tokens, s.hidden, "dout");
 }
 
@@ -168,10 +168,14 @@ namespace {
 void check_sort_of(Sort const& sort, MoeForward const& x) {
   check(sort);
   Routing const& r = x.routing;
-  require(sort.tokens == x.sizes.tokens && sort.experts == x.sizes.experts &&
-              sort.top_k == x.sizes.top_k && sort.slots == x.sizes.slots &&
-              sort.room == x.sizes.room,
-          "sort: expected the sizes of the layer");
+  auto const expect = [](char const* name, int64_t got, int64_t of_layer) {
+    require(got == of_layer, "sort.", name, ": expected ", of_layer, " as in sizes, got ", got);
+  };
+  expect("tokens", sort.tokens, x.sizes.tokens);
+  expect("experts", sort.experts, x.sizes.experts);
+  expect("top_k", sort.top_k, x.sizes.top_k);
+  expect("slots", sort.slots, x.sizes.slots);
+  expect("room", sort.room, x.sizes.room);
   require(sort.offsets == r.offsets && sort.row_token == r.row_token &&
               sort.slot_row == r.slot_row && sort.row_score == r.row_score &&
               sort.token_offsets == r.token_offsets,

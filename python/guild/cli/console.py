@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from rich.console import Console
+
+from guild.cli.streams import drop_output
 
 
 class CommandConsole(Console):
@@ -16,8 +17,6 @@ class CommandConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """What is printed later, by other means too, goes nowhere."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())
-        os.close(nowhere)
+        drop_output(self.file)
         self.quiet = True
         print("guild: nobody reads the output any more; going on without it", file=sys.stderr)

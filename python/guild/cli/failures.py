@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
+from guild.cli.streams import drop_output
 from guild.train.failures import OtherRankError
 from guild.train.interrupt import INTERRUPTED
 
@@ -23,6 +25,11 @@ def told(command: str, error: BaseException) -> int | None:
     """
     if isinstance(error, OtherRankError):
         return REFUSED
+    unprinted = _is_of_output(error)
+    if unprinted:
+        drop_output(sys.stdout)
+        if isinstance(error, BrokenPipeError):  # as after `| head`
+            return 0
     status, line = FAILED, str(error)
     if isinstance(error, KeyboardInterrupt):
         status, line = INTERRUPTED, "interrupted"
@@ -32,7 +39,7 @@ def told(command: str, error: BaseException) -> int | None:
         why = line.strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
         line = f"out of memory: {why}" if why else "out of memory"
     elif isinstance(error, OSError):
-        status, line = REFUSED, _describe(error)
+        status, line = REFUSED, _describe(error, "standard output" if unprinted else None)
     elif isinstance(error, ValueError):
         status = REFUSED
     elif not isinstance(error, FloatingPointError):
@@ -57,7 +64,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return allocated or bool(names & {"MemoryError", "OutOfMemoryError"})
 
 
-def _describe(error: OSError) -> str:
-    """`runs/a/checkpoint.pt: No space left on device`."""
-    file = "" if error.filename is None else f"{os.fspath(error.filename)}: "
-    return file + (error.strerror or str(error))
+def _is_of_output(error: BaseException) -> bool:
+    """Whether standard output cannot be written: errors of the files that are written name them."""
+    writing = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+    return isinstance(error, OSError) and error.filename is None and error.errno in writing
+
+
+def _describe(error: OSError, name: str | None) -> str:
+    """`runs/a/checkpoint.pt: No space left on device`; name: of a file that has none."""
+    file = error.filename if name is None else name
+    return ("" if file is None else f"{os.fspath(file)}: ") + (error.strerror or str(error))

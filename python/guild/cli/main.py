@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 
 from guild.cli.bench_options import add_bench
@@ -15,7 +16,7 @@ from guild.cli.commands import run_command
 from guild.cli.failures import told
 from guild.cli.parsing import Formatter, Parser, path
 from guild.cli.streams import prepare_streams
-from guild.train.interrupt import Interruption
+from guild.train.interrupt import INTERRUPTED, Interruption
 from guild.train.presets import PRESETS as TRAIN_PRESETS
 from guild.train.settings import CHOICES, Settings
 
@@ -186,10 +187,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     with Interruption() as interruption:
         try:
-            return run_command(args, bench_defaults=parser.parse_args(["bench"]))
+            status = run_command(args, bench_defaults=parser.parse_args(["bench"]))
+            sys.stdout.flush()
         except (Exception, KeyboardInterrupt) as error:
             # An import that is interrupted may raise anything.
             status = told(args.command, KeyboardInterrupt() if interruption.came else error)
             if status is None:
                 raise
-            return status
+        if status == INTERRUPTED and arguments is None:
+            interruption.ignore_more()
+        return status

@@ -54,6 +54,11 @@ class Interruption(_Handlers):
                     self._previous[number] = handler
         return self
 
+    def ignore_more(self) -> None:
+        """Ignore further SIGTERMs, which schedulers send, to the end of the process."""
+        if self._previous.pop(signal.SIGTERM, None) is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.came = True
         if number == signal.SIGTERM:  # the next one must not end what tidies up

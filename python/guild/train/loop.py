@@ -114,9 +114,11 @@ class Training:
         self.saved: int | None = None  # step of the last checkpoint
         self._told: set[str] = set()  # learners whose steps are no CUDA graph
         state = self.folder.load_checkpoint() if plan.resume else None
+        if state is not None:
+            _check_resumable(state, settings, plan)
         self.corpus = load_corpus(plan.corpus, settings.context)
         if state is not None:
-            _check_resumable(state, settings, plan, self.corpus)
+            _check_corpus(state, self.corpus)
         self.learners = [_learner(name, settings, plan) for name in plan.layers]
         if state is None:
             with written_by_one():
@@ -126,7 +128,7 @@ class Training:
             for learner in self.learners:
                 learner.load(state["learners"][learner.name])
             with written_by_one():
-                self.folder.cut_after(self.step)
+                self.folder.cut_after(self.step, plan.layers)
 
     @property
     def is_finished(self) -> bool:
@@ -336,7 +338,7 @@ def _learner(name: str, settings: Settings, plan: Plan) -> Learner:
     return ShardedLearner(name, settings, *how)
 
 
-def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corpus: Corpus) -> None:
+def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan) -> None:
     """Reject a checkpoint that this run would not continue faithfully."""
     saved = Settings(**state["settings"])
     if settings.steps < state["step"]:
@@ -360,6 +362,10 @@ def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corp
             f"resume: the checkpoint holds {' and '.join(state['learners'])}, this run trains "
             f"{' and '.join(plan.layers)}; give the same --moe, --compare and --fp8 as before"
         )
+
+
+def _check_corpus(state: dict[str, Any], corpus: Corpus) -> None:
+    """Reject other bytes than a checkpoint was trained on."""
     if state["corpus"] != corpus.digest:
         raise ValueError(
             f"corpus: the checkpoint was trained on bytes with checksum {state['corpus']}, these "

@@ -16,7 +16,7 @@ import math
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -192,19 +192,25 @@ class RunFolder:
             )
         return row
 
-    def cut_after(self, step: int) -> None:
+    def cut_after(self, step: int, layers: Collection[str]) -> None:
         """Drop the rows that are newer than `step`.
 
         Raises
         ------
         ValueError
-            If the file has no row of the step itself.
+            If the file has no row of the step itself for one of these layers, or rows of others.
         """
         kept = [row for row in self.rows() if row["step"] <= step]
-        if not any(row["step"] == step and "loss" in row for row in kept):
+        there = {row["moe"] for row in kept if row["step"] == step and "loss" in row}
+        if missing := set(layers) - there:
             raise ValueError(
-                f"resume: {str(self.metrics)!r} has no row of step {step}, at which the checkpoint "
-                "was written"
+                f"resume: {str(self.metrics)!r} has no row of {' and '.join(sorted(missing))} for "
+                f"step {step}, at which the checkpoint was written"
+            )
+        if others := {row["moe"] for row in kept} - set(layers):
+            raise ValueError(
+                f"resume: {str(self.metrics)!r} has rows of {' and '.join(sorted(others))}, which "
+                "the checkpoint does not hold"
             )
         with self.replacing(self.metrics) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
@@ -248,7 +254,8 @@ class RunFolder:
                 with zipfile.ZipFile(file) as archive:  # torch does not compare the checksums
                     if damaged := archive.testzip():
                         raise ValueError(damaged)
-                where = {"map_location": "cpu", "mmap": True}  # ranks of a node share the pages
+                # With mmap, ranks of a node share the pages.
+                where = {"map_location": "cpu", "mmap": _is_unicode(self.checkpoint)}
                 state = torch.load(self.checkpoint, **where, weights_only=True)
             except Exception:  # torch raises whatever its readers run into in damaged files
                 raise ValueError(
@@ -304,6 +311,15 @@ class RunFolder:
             if cause is None:
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _is_unicode(path: Path) -> bool:
+    """Whether torch can map the file: its path must consist of characters."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _wrong_in(row: object) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class UnwrittenFolder(RunFolder):
     def append(self, rows: list[dict[str, Any]]) -> None:
         """The first rank has the same rows."""
 
-    def cut_after(self, step: int) -> None:
+    def cut_after(self, step: int, layers: Collection[str]) -> None:
         """The first rank does."""
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ TEST(Check, UpProjection) {
   wrong.expect("x: expected 8 rows of 16, got null",  // by row where they are sorted
                [](auto& x) { x.x = {}, x.routing.row_token = nullptr; });
   expect_up_weight(wrong);
-  wrong.optional_rows("b_up", &UpProjection::bias, 16);
+  wrong.optional_rows("bias", &UpProjection::bias, 16);
   wrong.optional_rows("h", &UpProjection::h, 16);
   wrong.rows("a", &UpProjection::a, 8, 8);
   expect_low_rank(wrong, "low_rank.b.gate", 8);
@@ -124,7 +124,7 @@ TEST(Check, DownProjection) {
   expect_layer(wrong);
   wrong.rows("a", &DownProjection::a, 8, 8);
   wrong.weight("w_down", &DownProjection::w_down, 16, 8);
-  wrong.optional_rows("b_down", &DownProjection::bias, 16);
+  wrong.optional_rows("bias", &DownProjection::bias, 16);
   wrong.rows("y", &DownProjection::y, 8, 16);
   expect_low_rank(wrong, "low_rank.b", 16);
 }
@@ -184,7 +184,7 @@ TEST(Check, ScoreGradient) {
   wrong.pointer("score_parts", &ScoreGradient::score_parts);
   wrong.pointer("dscores", &ScoreGradient::dscores);
   wrong.pointer("routing.offsets", kOffsets);
-  wrong.optional_rows("b_down", &ScoreGradient::bias, 16);
+  wrong.optional_rows("bias", &ScoreGradient::bias, 16);
   wrong.rows("dout", &ScoreGradient::dout, 4, 16);
 }
 
@@ -262,11 +262,10 @@ void expect_sort(WrongCalls<MoeForward> const& wrong) {
     });
   };
   expect("ids: expected a pointer, got null", [](Sort& s) { s.ids = nullptr; });
-  char const* const sizes = "sort: expected the sizes of the layer";
-  expect(sizes, [](Sort& s) { ++s.tokens; });
-  expect(sizes, [](Sort& s) { ++s.experts; });
-  expect(sizes, [](Sort& s) { ++s.top_k; });
-  expect(sizes, [](Sort& s) { ++s.room; });
+  expect("sort.tokens: expected 4 as in sizes, got 5", [](Sort& s) { ++s.tokens; });
+  expect("sort.experts: expected 2 as in sizes, got 3", [](Sort& s) { ++s.experts; });
+  expect("sort.top_k: expected 2 as in sizes, got 3", [](Sort& s) { ++s.top_k; });
+  expect("sort.room: expected -1 as in sizes, got 0", [](Sort& s) { ++s.room; });
   char const* const arrays = "sort: expected routing's arrays as its outputs";
   expect(arrays, [](Sort& s) { ++s.offsets; });
   expect(arrays, [](Sort& s) { ++s.row_token; });

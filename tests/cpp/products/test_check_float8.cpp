@@ -98,8 +98,8 @@ TEST(CheckFloat8, QuantizeWeights) {
   expect_element(wrong, "dtype", &Q::dtype);
   expect_format(wrong, "format", &Q::format);
   expect_kind(wrong);
-  wrong.weight("w", [](Q& x) -> auto& { return x.w.gate; }, 8, 16);
-  wrong.expect("up: expected strides of at least 0, got (-1, 16, 1)",
+  wrong.weight("w.gate", [](Q& x) -> auto& { return x.w.gate; }, 8, 16);
+  wrong.expect("w.up: expected strides of at least 0, got (-1, 16, 1)",
                [](Q& x) { x.w.up.expert_stride = -1; });
   wrong.output_weight("codes", &Q::codes, 16, 16);
   wrong.expect("codes: expected evenly spaced matrices, without expert_at, got a pointer",
@@ -142,16 +142,16 @@ TEST(CheckFloat8, ChunkProduct) {
   wrong.pointer("offsets", &P::offsets);
   for (bool const first : {true, false}) {
     auto const of = [=](P& x) -> auto& { return first ? x.a : x.b; };
-    char const* const name = first ? "a" : "b";
+    std::string const name = first ? "a" : "b", codes = name + ".codes", scale = name + ".scales";
     int const least = (first ? 8 : 16) * 128;
-    wrong.pointer(name, [=](P& x) -> auto& { return of(x).codes; });
+    wrong.pointer(codes.c_str(), [=](P& x) -> auto& { return of(x).codes; });
     wrong.expect(
-        text_of(name, ": expected slots at least ", least, " apart, or 0, got ", least - 1),
+        text_of(name, ".slot_stride: expected at least ", least, ", or 0, got ", least - 1),
         [=](P& x) { of(x).slot_stride = least - 1; });
     auto const scales = [=](P& x) -> auto& { return of(x).scales; };
-    expect_scales(wrong, name, scales);
-    expect_near_scales(wrong, name, scales, 1, 2, 1);
-    wrong.expect(text_of(name, wrong.far(1, 2, least), "(0, ", wrong.kFarStride, ", 1)"),
+    expect_scales(wrong, scale.c_str(), scales);
+    expect_near_scales(wrong, scale.c_str(), scales, 1, 2, 1);
+    wrong.expect(text_of(codes, wrong.far(1, 2, least), "(0, ", wrong.kFarStride, ", 1)"),
                  [=](P& x) { of(x).slot_stride = wrong.kFarStride; });
     // Of two slots and one block of columns.
     wrong.expect_on_cuda(text_of(name, ".scales", kFarScales, "(1, 4294967296, 1)"),
@@ -219,7 +219,7 @@ TEST(CheckFloat8, ScaledUp) {
     expect_scales(wrong, ("w_scales." + part).c_str(),
                   [=](U& x) -> auto& { return first ? x.w_scales.gate : x.w_scales.up; });
   }
-  wrong.optional_rows("b_up", &U::bias, 16);
+  wrong.optional_rows("bias", &U::bias, 16);
   wrong.optional_rows("h", &U::h, 16);
   wrong.optional_rows("h_codes", &U::h_codes, 16);
   wrong.expect("h_scales: expected a pointer, got null", [](U& x) { x.h_codes = x.a; });

@@ -148,7 +148,7 @@ TEST(Check, TokenRounding) {
   wrong.pointer("ids", &TokenRounding::ids);
   wrong.expect("seed: expected a pointer, got null",
                [](auto& x) { x.rounding = Rounding::stochastic; });
-  wrong.expect("seed: expected null unless rounding is stochastic",
+  wrong.expect("seed: expected null unless rounding is stochastic, got a pointer",
                [](auto& x) { x.seed = &some_seed; });
   wrong.pointer("token_offsets", &TokenRounding::token_offsets);
   wrong.pointer("list_ids", &TokenRounding::list_ids);

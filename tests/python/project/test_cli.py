@@ -168,6 +168,7 @@ def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) 
         ("bench --tokens=", "tokens: expected only with --decode"),
         ("bench --steps --quack --device cpu --preset trainer", "quack: expected a GPU and the"),
         ("bench --num-sms 0", "num_sms: expected at least 1, got 0"),
+        ("bench --device cpu --seconds 1 --calls 2", "seconds: expected without --calls"),
         ("bench --device cpu --num-sms 9", "num_sms: expected a GPU to limit, got the device cpu"),
         ("bench --routing zipf,even", "routing: expected any of balanced, .*, or all, got 'even'"),
         ("bench --device cpu --candidates guild,fast", "candidates: expected any of .*'fast'"),
@@ -182,6 +183,22 @@ def test_bad_arguments(
     assert main(words) == 2
     printed = capsys.readouterr().err
     assert re.fullmatch(rf"guild {words[0]}: {message}.*\n", printed)
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_output_that_cannot_be_written(buffered: bool) -> None:
+    """A full disk is named; where nobody reads any more, as after `| head`, nothing is wrong."""
+    guild = [sys.executable, *([] if buffered else ["-u"]), "-m", "guild", "info"]
+    place = {**os.environ, "PYTHONPATH": str(PACKAGE)}
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(guild, stdout=full, stderr=subprocess.PIPE, text=True, env=place)
+    expected = "guild info: standard output: No space left on device\n"
+    assert (run.returncode, run.stderr) == (2, expected)
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(guild, stdout=writer, stderr=subprocess.PIPE, text=True, env=place)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_errors_do_not_go_to_standard_output() -> None:

@@ -78,8 +78,8 @@ def test_headers_are_found_once_they_are_there(clean_tree: Path, cmake: str) -> 
     bare, active = clean_tree.with_name("bare"), clean_tree.with_name("active")
     for place in (active, clean_tree / ".venv"):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
-    # GUILD_CUDA=OFF, and no Eigen from the system: on any machine, all must come from Python.
-    options = "-DGUILD_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_Eigen3=ON"
+    # Without CUDA and without Eigen from the system: on any machine, all must come from Python.
+    options = "-DGUILD_CUDA=off -DCMAKE_DISABLE_FIND_PACKAGE_Eigen3=ON"
     configure = f"{guide_commands()[0].replace('cmake', cmake, 1)} {options}"
     search = {"VIRTUAL_ENV": str(active), "PATH": f"{bare}/bin:/usr/local/bin:/usr/bin:/bin"}
     status, output = shell(configure, clean_tree, **search)
@@ -97,6 +97,12 @@ def test_headers_are_found_once_they_are_there(clean_tree: Path, cmake: str) -> 
         assert status == 0, output
         assert "CUDA backend OFF, torch binding OFF, CPU code" in output
         header.unlink()
+
+
+def test_options_that_are_no_switch(clean_tree: Path, cmake: str) -> None:
+    status, output = shell(f"{cmake} -S . -B build/odd -DGUILD_TORCH=banana", clean_tree)
+    assert status != 0
+    assert "GUILD_TORCH: expected AUTO, ON or OFF, got 'banana'" in output
 
 
 def test_missing_cutlass_is_named(clean_tree: Path, cmake: str, tmp_path: Path) -> None:

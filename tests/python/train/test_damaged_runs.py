@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from guild.cli import train_command
+from guild.cli.main import main
 from guild.train.loop import Plan
 from short_runs import SMALL, refused
 
@@ -160,6 +161,32 @@ def test_bad_metrics(
     with (finished / "metrics.jsonl").open("a") as file:
         file.write("half a li\n")
     assert "line 12 of" in refused(run("--resume", "--steps", "12"), capsys)
+
+
+@pytest.mark.parametrize("first", [1, 10], ids=["all", "last"])
+def test_metrics_of_another_layer(
+    first: int, run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Refused at the start, not where the finished run is drawn."""
+    metrics = finished / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    if first == 10:  # a second layer, which the checkpoint does not hold
+        rows += [row | {"moe": "plain"} for row in rows if row["step"] == first]
+    else:
+        rows = [row | {"moe": "plain"} for row in rows]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = refused(run("--resume", "--steps", "12"), capsys)
+    expected = "has no row of guild for step 10" if first == 1 else "has rows of plain, which"
+    assert expected in printed
+
+
+def test_a_folder_whose_name_is_not_utf8(
+    run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    named = finished.with_name(os.fsdecode(b"r\xff"))
+    finished.rename(named)
+    assert run("--resume", "--steps", "12", "--out", str(named)) == 0
+    assert main(["generate", str(named), "--tokens", "3", "--device", "cpu"]) == 0
 
 
 def test_metrics_of_one_layer_of_two(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,20 @@ def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_process_that_ends_ignores_more_sigterms() -> None:
+    """Which come while torch tidies up: its exit status is to say that it was interrupted."""
+    code = (
+        "import os, signal, sys, guild.cli.main as command\n"
+        "command.run_command = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.argv = ['guild', 'info']\n"
+        "status = command.main()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(status)"
+    )
+    place = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=place).returncode == INTERRUPTED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -25,30 +25,27 @@ int64_t most_tiles(UpProduct const& x, int rows) {
   return experts * ceil_div(halves * x.n, rows) + ceil_div(halves * x.shared.n, rows);
 }
 
-// Whether two blocks a multiprocessor, of tiles that are not long, hide little: where there are so
-// few that two blocks crowd on some multiprocessors, and where a few blocks have a second tile,
-// which ends late.
-bool few_tiles(int64_t tiles, bool chosen, Queue const& queue) {
-  double const each = double(tiles) / double(multiprocessors(queue));
-  return each <= (chosen ? 0.75 : 1.75) || (each > 2 && each <= (chosen ? 2.75 : 2.5));
-}
-
 // Blocks that share a multiprocessor. One, with a ring twice as long, reads weights a little faster
-// where tiles are long, unless the choice of experts takes long too, and where they are few or have
-// few rows; elsewhere two hide the ends of each other's tiles. Measured on an H200
-// (docs/measured/).
+// where tiles are long, unless the choice of experts takes long too, and where they have few rows;
+// elsewhere two hide the ends of each other's tiles. But they hide little where tiles are so few
+// that two blocks crowd on some multiprocessors, or where only a few blocks have a second tile,
+// which ends late. Measured on an H200 (docs/measured/).
 template <DecodeShape shape, Major major, StaticActivation known>
 int blocks_at_once(UpProduct const& x, Queue const& queue) {
   constexpr int64_t kLongRow = 3072, kMediumRow = 2048, kFewRowsEach = 3, kQuickChoice = 128;
   if (queue.sms > 0 || !kCanBeAlone<shape, major, known>) return kAtOnce;
   if (major == Major::MN) return 1;
-  bool alone = x.rows <= kFewRowsEach * x.groups.groups;
-  if (shape.rows == 32) {
-    bool const chosen = x.choice != nullptr, quick = !chosen || x.groups.groups <= kQuickChoice;
-    bool const few = few_tiles(most_tiles(x, shape.rows), chosen, queue);
-    alone = (x.k > kLongRow && quick) || (x.k >= kMediumRow && few);
+  double const tiles = double(most_tiles(x, shape.rows)) / double(multiprocessors(queue));
+  bool alone, hide_little;
+  if (shape.rows == 64) {
+    alone = x.rows <= kFewRowsEach * x.groups.groups;
+    hide_little = tiles <= 1;
+  } else {
+    bool const chosen = x.choice != nullptr;
+    alone = x.k > kLongRow && (!chosen || x.groups.groups <= kQuickChoice);
+    hide_little = tiles <= (chosen ? 0.75 : 1.75) || (tiles > 2 && tiles <= (chosen ? 2.75 : 2.5));
   }
-  return alone ? 1 : kAtOnce;
+  return alone || (x.k >= kMediumRow && hide_little) ? 1 : kAtOnce;
 }
 
 // at_once: as of DecodeProduct.
