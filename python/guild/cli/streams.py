@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -10,9 +11,11 @@ from typing import IO
 
 def drop_output(stream: IO[str]) -> None:
     """Lose what is still to be written: Python would complain at its end that it cannot be."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    with contextlib.suppress(io.UnsupportedOperation):  # it may be no file
+        number = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 def prepare_streams() -> None:

@@ -6,6 +6,8 @@ by itself or within the products.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -173,6 +175,26 @@ def test_one_token_of_transposed_weights(
                     residual=None if added is None else added[some],
                 )
                 assert torch.equal(one, everyone[some]), (first, tokens)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("options", [{}, {"order": "interleaved"}, {"bias": True}], ids=str)
+@pytest.mark.parametrize(("hidden", "width"), [(2048, 64), (2048, 2320), (3080, 272), (4160, 1160)])
+def test_tiles_that_are_few(
+    hidden: int, width: int, options: dict[str, Any], router: str, gpu: str
+) -> None:
+    """Then a block of the up projection has a multiprocessor alone: the bits are those of training.
+
+    With up to 64 tokens, where a tile of up has 32 or 64 rows.
+    """
+    torch.manual_seed(width)
+    dtype = torch.float16 if options else torch.bfloat16
+    layer = guild.MoE(hidden, width, EXPERTS, 2, router=router, **options, device=gpu, dtype=dtype)
+    x = torch.randn(600, hidden, device=gpu, dtype=dtype)
+    with torch.no_grad():
+        expected = layer(x)
+        for tokens in (1, 2, 5, 16, 40, 64):
+            assert torch.equal(layer(x[:tokens]), expected[:tokens]), tokens
 
 
 @pytest.mark.parametrize(("hidden", "top_k"), [(2048, 1), (2048, 3), (2880, 3), (4096, 1)])

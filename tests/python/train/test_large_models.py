@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"^fsdp: expected --fsdp where torchrun"):
         plan_of()
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     typed = {"fsdp": True, "expert_parallel": 2, "keep_gathered": True, "no_cuda_graph": True}
     command = resume_command(typed, Path("a"))
     assert command == (
