@@ -109,9 +109,9 @@ def routed_experts(
         See `Activation` for the names.
     order : {"concatenated", "interleaved"}
         Whether the 2I outputs are gate_0 .. gate_{I-1}, up_0 .. or gate_0, up_0, gate_1, ...; with
-        a pair of weights this applies to b_up alone.
+        a pair of weights this applies to b_up alone. Codes take "concatenated".
     transposed : bool
-        Weights are (E, H, 2I) and (E, I, H) instead.
+        Weights are (E, H, 2I) and (E, I, H) instead; not with codes.
     token_offsets : torch.Tensor, optional
         int32 (T + 1): tokens have lists of experts of any length, as `guild.round_tokens` makes
         them. topk_ids and topk_weights are then (slots,): token t has the slots from

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
+import traceback
 
 from guild.cli.streams import drop_output
 from guild.train.failures import OtherRankError
@@ -39,7 +39,7 @@ def told(command: str, error: BaseException) -> int | None:
         why = line.strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
         line = f"out of memory: {why}" if why else "out of memory"
     elif isinstance(error, OSError):
-        status, line = REFUSED, _describe(error, "standard output" if unprinted else None)
+        status, line = REFUSED, _describe(error, "standard output" if unprinted else error.filename)
     elif isinstance(error, ValueError):
         status = REFUSED
     elif not isinstance(error, FloatingPointError):
@@ -65,12 +65,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_of_output(error: BaseException) -> bool:
-    """Whether standard output cannot be written: errors of the files that are written name them."""
-    writing = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-    return isinstance(error, OSError) and error.filename is None and error.errno in writing
+    """Whether printing failed: a command's own print(), or one of rich."""
+    if not (isinstance(error, OSError) and error.filename is None):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith(("guild.cli.", "rich."))
 
 
-def _describe(error: OSError, name: str | None) -> str:
-    """`runs/a/checkpoint.pt: No space left on device`; name: of a file that has none."""
-    file = error.filename if name is None else name
+def _describe(error: OSError, file: str | bytes | None) -> str:
+    """`runs/a/checkpoint.pt: No space left on device`."""
     return ("" if file is None else f"{os.fspath(file)}: ") + (error.strerror or str(error))
