@@ -8,20 +8,22 @@ set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
 include(Pythons)
 
-# AUTO, ON or OFF, from any of CMake's spellings of the last two.
-function(guild_normalize option)
+# Makes an option AUTO, ON or OFF: ON, YES, Y, TRUE and 1 are alike, and so are their opposites.
+function(guild_read_switch option)
   string(TOUPPER "${${option}}" value)
   if(value MATCHES "^(ON|YES|Y|TRUE|1)$")
     set(value ON)
   elseif(value MATCHES "^(OFF|NO|N|FALSE|0)$")
     set(value OFF)
+  elseif(value STREQUAL "")
+    set(value AUTO)
   elseif(NOT value STREQUAL "AUTO")
     message(FATAL_ERROR "${option}: expected AUTO, ON or OFF, got '${${option}}'")
   endif()
   set(${option} ${value} PARENT_SCOPE)
 endfunction()
-guild_normalize(GUILD_CUDA)
-guild_normalize(GUILD_TORCH)
+guild_read_switch(GUILD_CUDA)
+guild_read_switch(GUILD_TORCH)
 
 # ---- Eigen: the CPU backend's matrix products ----
 if(NOT GUILD_EIGEN_DIR)

@@ -181,7 +181,7 @@ class Activation:
         dgate = da * slope * (up.clamp(-self.limit, self.limit) + self.up_offset)
         pair = (dgate, da * value * inside)
         dh = torch.cat(pair, -1) if order == "concatenated" else torch.stack(pair, -1)
-        return dh.reshape(h.shape).to(h.dtype)
+        return dh.reshape(h.shape).to(h.dtype)  # flatten() cannot be batched by is_grads_batched
 
     def _halves(self, h: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         expect_tensor("h", h)

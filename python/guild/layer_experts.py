@@ -152,8 +152,7 @@ def _arguments(
 ) -> RoutedArguments:
     """A call with a guild.MoE's weights and settings; without ids and weights, the router's."""
     w_up, w_down, b_up, b_down = weights
-    if layer.expert_group is None:
-        _expect_experts(w_down, layer.experts)
+    _expect_experts(w_down, local_count(layer.expert_group, layer.experts))
     return RoutedArguments(
         x=x,
         topk_ids=topk_ids,
@@ -176,11 +175,12 @@ def _arguments(
 
 def _expect_experts(w_down: Tensor, experts: int) -> None:
     """Raise ValueError for weights of fewer experts, whose tokens would be left out, or of more."""
-    shape = getattr(w_down, "shape", ())  # what is no tensor is refused elsewhere
-    if shape and shape[0] != experts:
+    shape = getattr(w_down, "shape", ())
+    if len(shape) == 3 and shape[0] != experts:  # other shapes are refused elsewhere
         raise ValueError(
-            f"w_down: expected the layer's {experts} experts, got {shape[0]} in shape "
-            f"{tuple(shape)}; MoE.experts and the router's rows have to be as many"
+            f"w_down: expected the layer's {experts} experts, got {shape[0]}, in shape "
+            f"{tuple(shape)}; where experts are pruned, prune the router's rows and set "
+            "MoE.experts too"
         )
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from guild._torch.checks import (
     dtype_name,
@@ -103,7 +102,7 @@ def choices(
             logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
         )
         if not is_exporting():
-            layer._balance_sums = sums if outlives_call(sums.counts) else None
+            layer._balance_sums = None if is_transformed() else sums
     if router.rounding is None:
         return ids, scores, None
     return rounded_lists(logits, ids, router)
@@ -202,11 +201,6 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
-def outlives_call(tensor: Tensor) -> bool:
-    """Whether a layer may keep a tensor after the call.
-
-    Those of torch.func.grad or vmap end with it, and fake ones have no values.
-    """
-    if torch._C._are_functorch_transforms_active():
-        return False
-    return torch.compiler.is_compiling() or not isinstance(tensor, FakeTensor)
+def is_transformed() -> bool:
+    """Whether torch.func.grad or vmap runs this call: its tensors cannot be kept."""
+    return torch._C._are_functorch_transforms_active()

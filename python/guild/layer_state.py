@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from guild.balancing import BalanceSums
 from guild.float8.kept import KeptWeights
@@ -56,7 +57,8 @@ class LayerState(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the state of the last forward, so that copies and pickles work after one."""
-        offsets = None if self._offsets is None else self._offsets.clone()  # a view of a buffer
+        kept = self._offsets is not None and not isinstance(self._offsets, FakeTensor)
+        offsets = self._offsets.clone() if kept else None  # a view of a buffer
         last = {"_balance_sums": None, "_offsets": offsets, "_passed_on": None, PREPARED: None}
         state = {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
         self._passed_on = offsets

@@ -41,8 +41,8 @@ from guild.layer_routing import (
     expect_call,
     is_exporting,
     is_router_plain,
+    is_transformed,
     layer_tokens,
-    outlives_call,
     output_rows,
     router_operands,
 )
@@ -323,7 +323,7 @@ class MoE(LayerState):
 
     def _keep_offsets(self, offsets: Tensor) -> None:
         if not is_exporting():  # an exported graph keeps nothing
-            self._offsets = offsets if outlives_call(offsets) else None
+            self._offsets = None if is_transformed() else offsets
 
     @property
     def load_balancing_loss(self) -> Tensor:

@@ -56,8 +56,9 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     ):
         return None
     shape = x.shape
-    counts = weight.shape[:1], w_down.shape[:1]
-    if not shape or shape[-1] != layer.hidden or counts != ((layer.experts,),) * 2:
+    if not shape or shape[-1] != layer.hidden or weight.shape[0] != layer.experts:
+        return None
+    if w_down.dim() != 3 or w_down.shape[0] != layer.experts:
         return None
     flat = x
     if len(shape) != 2:

@@ -28,8 +28,7 @@ inline void check_sizes(Sizes const& s) {
   check_size(s.intermediate, 1, kMostColumns, "intermediate");
   check_size(s.experts, 1, kMostExperts, "experts");
   check_size(s.top_k, 1, kMostExperts, "top_k");
-  check_size(s.slots, -1, kMostRows, "slots");
-  check_size(s.slot_count(), 0, kMostRows, "tokens * top_k");
+  check_size(s.slot_count(), 0, kMostRows, s.slots < 0 ? "tokens * top_k" : "slots");
   check_size(s.room, -1, kMostRows, "room");
 }
 

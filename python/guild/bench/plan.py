@@ -171,7 +171,7 @@ def _require_mode(args: argparse.Namespace) -> None:
         if args.memory and getattr(args, name) != default:
             raise ValueError(f"{name}: expected without --memory")
     if args.seconds is not None and args.calls is not None:
-        raise ValueError("seconds: expected without --calls, which is in its place")
+        raise ValueError(f"seconds: expected without --calls, got {args.seconds}")
     if args.sonicmoe and mode:
         raise ValueError(f"sonicmoe: expected without --{mode}")
     for name, default in LayerForm().options().items():

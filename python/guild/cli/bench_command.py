@@ -13,6 +13,7 @@ from rich.console import Console
 from guild.bench.plan import plan_bench
 from guild.bench.results import make_folder, replacing
 from guild.cli.console import CommandConsole
+from guild.cli.streams import write_out
 
 _DRAWN = ("layers", "decode")  # modes whose records have a plot
 _LOG_WIDTH = 170  # of a table written to a file, for which rich would assume 80 columns
@@ -74,7 +75,7 @@ def run_bench(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
 
 def _print(record: dict[str, Any], as_json: bool, console: Console) -> None:
     if as_json:
-        print(json.dumps(record, indent=2))
+        write_out(json.dumps(record, indent=2))
         return
     from guild.bench.tables.by_mode import table_of
     from guild.bench.tables.narrow import fit
@@ -99,7 +100,7 @@ def _report(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
     except (AttributeError, IndexError, KeyError, TypeError):
         whole = "a whole record of this version of guild bench"
         raise ValueError(f"report: expected {whole}, got {str(args.report)!r}") from None
-    print(text)
+    write_out(text)
     if args.out is not None:
         name = f"{_file_name(record)}.png"
         _draw(record, args.out / name)

@@ -25,11 +25,6 @@ def told(command: str, error: BaseException) -> int | None:
     """
     if isinstance(error, OtherRankError):
         return REFUSED
-    unprinted = _is_of_output(error)
-    if unprinted:
-        drop_output(sys.stdout)
-        if isinstance(error, BrokenPipeError):  # as after `| head`
-            return 0
     status, line = FAILED, str(error)
     if isinstance(error, KeyboardInterrupt):
         status, line = INTERRUPTED, "interrupted"
@@ -38,8 +33,11 @@ def told(command: str, error: BaseException) -> int | None:
     elif _is_out_of_memory(error):
         why = line.strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
         line = f"out of memory: {why}" if why else "out of memory"
+    elif _is_of_printing(error):
+        drop_output(sys.stdout)
+        status, line = REFUSED, f"standard output: {_describe(error)}"
     elif isinstance(error, OSError):
-        status, line = REFUSED, _describe(error, "standard output" if unprinted else error.filename)
+        status, line = REFUSED, _describe(error)
     elif isinstance(error, ValueError):
         status = REFUSED
     elif not isinstance(error, FloatingPointError):
@@ -64,14 +62,15 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return allocated or bool(names & {"MemoryError", "OutOfMemoryError"})
 
 
-def _is_of_output(error: BaseException) -> bool:
-    """Whether printing failed: a command's own print(), or one of rich."""
+def _describe(error: OSError) -> str:
+    """`runs/a/checkpoint.pt: No space left on device`."""
+    file = "" if error.filename is None else f"{os.fspath(error.filename)}: "
+    return file + (error.strerror or str(error))
+
+
+def _is_of_printing(error: BaseException) -> bool:
+    """Whether it comes from a command's own print(), or one of rich."""
     if not (isinstance(error, OSError) and error.filename is None):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals["__name__"].startswith(("guild.cli.", "rich."))
-
-
-def _describe(error: OSError, file: str | bytes | None) -> str:
-    """`runs/a/checkpoint.pt: No space left on device`."""
-    return ("" if file is None else f"{os.fspath(file)}: ") + (error.strerror or str(error))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from guild.cli.streams import write_out
 from guild.provenance import device_name, pick_device, set_threads
 from guild.train.generation import (
     PROMPT,
@@ -45,7 +46,7 @@ def run_generate(args: argparse.Namespace) -> int:
         )
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         written = generate(model, prompt, args.tokens, settings.context, sampling)
-    print(readable(written.text))
+    write_out(readable(written.text))
     _note(
         f"{args.tokens} tokens (bytes) in {written.seconds:.2f} s: "
         f"{args.tokens / written.seconds:,.0f} tokens/s on {device_name(device)}, step "

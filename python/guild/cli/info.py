@@ -9,6 +9,7 @@ import torch
 from guild import __version__
 from guild._torch.float8_formats import LEAST_ROWS, LEAST_WIDTH
 from guild._torch.library import load
+from guild.cli.streams import write_out
 from guild.provenance import commit, driver_version, processor_name
 
 
@@ -29,8 +30,7 @@ def run_info() -> int:
         ("CUDA path", cuda_path(library is not None, kernels)),
         ("FP8", fp8_path(cuda_path(library is not None, kernels))),
     ]
-    for name, value in rows:
-        print(f"{name:<13} {value}")
+    write_out("\n".join(f"{name:<13} {value}" for name, value in rows))
     return 0 if library else 1
 
 

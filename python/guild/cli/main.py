@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 from guild.cli.bench_options import add_bench
@@ -188,7 +187,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Interruption() as interruption:
         try:
             status = run_command(args, bench_defaults=parser.parse_args(["bench"]))
-            sys.stdout.flush()
         except (Exception, KeyboardInterrupt) as error:
             # An import that is interrupted may raise anything.
             status = told(args.command, KeyboardInterrupt() if interruption.came else error)

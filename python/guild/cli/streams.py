@@ -18,6 +18,14 @@ def drop_output(stream: IO[str]) -> None:
         os.close(nowhere)
 
 
+def write_out(text: str) -> None:
+    """Print a command's result. Nothing is wrong if nobody reads it, as after `| head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        drop_output(sys.stdout)
+
+
 def prepare_streams() -> None:
     r"""Write characters that a stream's encoding lacks, such as a table's lines, as \x..
 

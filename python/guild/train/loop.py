@@ -271,8 +271,6 @@ class Training:
         rows, validation = self.folder.rows(), self._validation(is_last=True)
         main, s = self.learners[0], self.settings
         last = steps_of(rows, main.name)[-FINAL_STEPS:]
-        if not last:
-            raise ValueError(f"resume: {str(self.folder.metrics)!r} has no steps of this run")
         steps = [[row["step"] for row in steps_of(rows, name)] for name in self.plan.layers]
         if steps[0] != steps[-1]:
             raise ValueError(

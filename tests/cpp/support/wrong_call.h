@@ -140,7 +140,7 @@ class WrongCalls {
     size("top_k", [](Args& x) -> auto& { return x.sizes.top_k; }, 1, 4096);
     expect("tokens * top_k: expected 0 to 2147483647, got 4294967296",
            [](Args& x) { x.sizes.tokens = int64_t(1) << 30, x.sizes.top_k = 4; });
-    expect("slots: expected -1 to 2147483647, got 2147483648",
+    expect("slots: expected 0 to 2147483647, got 2147483648",
            [](Args& x) { x.sizes.slots = int64_t(1) << 31; });
     size("room", [](Args& x) -> auto& { return x.sizes.room; }, -1, 2147483647);
   }

@@ -183,10 +183,7 @@ def test_one_token_of_transposed_weights(
 def test_tiles_that_are_few(
     hidden: int, width: int, options: dict[str, Any], router: str, gpu: str
 ) -> None:
-    """Then a block of the up projection has a multiprocessor alone: the bits are those of training.
-
-    With up to 64 tokens, where a tile of up has 32 or 64 rows.
-    """
+    """A block of the up projection then has a multiprocessor alone; the bits stay the same."""
     torch.manual_seed(width)
     dtype = torch.float16 if options else torch.bfloat16
     layer = guild.MoE(hidden, width, EXPERTS, 2, router=router, **options, device=gpu, dtype=dtype)

@@ -187,7 +187,7 @@ def test_bad_arguments(
 
 @pytest.mark.parametrize("buffered", [True, False])
 def test_output_that_cannot_be_written(buffered: bool) -> None:
-    """A full disk is named; where nobody reads any more, as after `| head`, nothing is wrong."""
+    """A full disk is named; that nobody reads any more, as after `| head`, changes no status."""
     guild = [sys.executable, *([] if buffered else ["-u"]), "-m", "guild", "info"]
     place = {**os.environ, "PYTHONPATH": str(PACKAGE)}
     with open("/dev/full", "w") as full:
@@ -196,9 +196,12 @@ def test_output_that_cannot_be_written(buffered: bool) -> None:
     assert (run.returncode, run.stderr) == (2, expected)
     reader, writer = os.pipe()
     os.close(reader)
-    run = subprocess.run(guild, stdout=writer, stderr=subprocess.PIPE, text=True, env=place)
+    for library, status in ({}, 0), ({"GUILD_LIBRARY": "/nowhere"}, 1):
+        run = subprocess.run(
+            guild, stdout=writer, stderr=subprocess.PIPE, text=True, env=place | library
+        )
+        assert (run.returncode, run.stderr) == (status, "")
     os.close(writer)
-    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_errors_do_not_go_to_standard_output() -> None:

@@ -18,34 +18,40 @@ template <DecodeShape shape, Major major, StaticActivation known>
 constexpr bool kCanBeAlone =
     major == Major::MN ? known == kGptOss : shape.rows == 32 || shape.rows == 64;
 
-// Tiles of so many rows of the weights, at most, if no expert has more tokens than a tile.
-int64_t most_tiles(UpProduct const& x, int rows) {
-  int const halves = x.pairing == Pairing::none ? 1 : 2;
+// How many tiles of so many rows of the weights there are if each expert's tokens fit in one.
+int64_t tiles_of(UpProduct const& x, int rows) {
+  int const outputs = x.pairing == Pairing::none ? 1 : 2;  // for each activation
   int64_t const experts = std::min<int64_t>(x.rows, x.groups.groups);
-  return experts * ceil_div(halves * x.n, rows) + ceil_div(halves * x.shared.n, rows);
+  return experts * ceil_div(outputs * x.n, rows) + ceil_div(outputs * x.shared.n, rows);
 }
 
-// Blocks that share a multiprocessor. One, with a ring twice as long, reads weights a little faster
-// where tiles are long, unless the choice of experts takes long too, and where they have few rows;
-// elsewhere two hide the ends of each other's tiles. But they hide little where tiles are so few
-// that two blocks crowd on some multiprocessors, or where only a few blocks have a second tile,
-// which ends late. Measured on an H200 (docs/measured/).
+// Blocks that share a multiprocessor. Two hide the ends of each other's tiles; one has a ring twice
+// as long and reads weights a little faster. On an H200 (docs/measured/), one is faster
+//
+//   - in tiles of 64 rows, where experts have few rows of X each;
+//   - in tiles of 32 rows, where these are long, except where blocks choose among many experts;
+//   - where rows have medium length and tiles are few, so that pairs of blocks would crowd on some
+//     multiprocessors, or slightly more than two blocks each can take at once, so that a few blocks
+//     would end late, with a second tile;
+//   - for gpt-oss's own layout.
+//
+// Blocks that choose a token's experts all begin at the same time and crowd less.
 template <DecodeShape shape, Major major, StaticActivation known>
 int blocks_at_once(UpProduct const& x, Queue const& queue) {
-  constexpr int64_t kLongRow = 3072, kMediumRow = 2048, kFewRowsEach = 3, kQuickChoice = 128;
+  constexpr int64_t kLongRow = 3072, kMediumRow = 2048, kFewRowsEach = 3, kManyExperts = 128;
   if (queue.sms > 0 || !kCanBeAlone<shape, major, known>) return kAtOnce;
   if (major == Major::MN) return 1;
-  double const tiles = double(most_tiles(x, shape.rows)) / double(multiprocessors(queue));
-  bool alone, hide_little;
+  double const tiles_each = double(tiles_of(x, shape.rows)) / double(multiprocessors(queue));
+  bool const is_medium = x.k >= kMediumRow;
   if (shape.rows == 64) {
-    alone = x.rows <= kFewRowsEach * x.groups.groups;
-    hide_little = tiles <= 1;
-  } else {
-    bool const chosen = x.choice != nullptr;
-    alone = x.k > kLongRow && (!chosen || x.groups.groups <= kQuickChoice);
-    hide_little = tiles <= (chosen ? 0.75 : 1.75) || (tiles > 2 && tiles <= (chosen ? 2.75 : 2.5));
+    bool const few_rows = x.rows <= kFewRowsEach * x.groups.groups;
+    return few_rows || (is_medium && tiles_each <= 1) ? 1 : kAtOnce;
   }
-  return alone || (x.k >= kMediumRow && hide_little) ? 1 : kAtOnce;
+  bool const choosing = x.choice != nullptr;
+  double const few = choosing ? 0.75 : 1.75, slightly_more = choosing ? 2.75 : 2.5;
+  bool const unhidden = tiles_each <= few || (tiles_each > kAtOnce && tiles_each <= slightly_more);
+  bool const is_long = x.k > kLongRow && !(choosing && x.groups.groups > kManyExperts);
+  return is_long || (is_medium && unhidden) ? 1 : kAtOnce;
 }
 
 // at_once: as of DecodeProduct.
