@@ -74,6 +74,14 @@ def fill_weight(weight: Tensor, std: float, expert_group: ExpertParallel | None)
         expert_group.fill_normal(weight, std)
 
 
+def expect_shareable(
+    expert_group: ExpertParallel | None, experts: int, fp8: FP8 | FP8Weights | None
+) -> None:
+    """Raise, naming the argument, unless a group's ranks can share a layer's experts."""
+    local_count(expert_group, experts)
+    expect_reachable(expert_group, None, fp8)
+
+
 def expect_reachable(
     expert_group: ExpertParallel | None, out: Tensor | None, fp8: FP8 | FP8Weights | None
 ) -> None:

@@ -24,10 +24,10 @@ from guild.balancing import BalanceSums, move_selection_bias, warn_without_gradi
 from guild.float8.settings import FP8, expect_fp8
 from guild.layer_experts import (
     expect_reachable,
+    expect_shareable,
     expert_parameters,
     fill_weight,
     layer_fp8,
-    local_count,
     local_parts,
     run_experts,
     run_layer,
@@ -194,9 +194,9 @@ class MoE(LayerState):
         """Run over the ranks of a group from now on, with the weights of this rank's experts.
 
         expert_group: None for this rank alone. The caller has replaced the parameters to match.
-        Raises TypeError or ValueError if the ranks cannot share the experts equally.
+        Raises TypeError, ValueError or NotImplementedError if the ranks cannot share the experts.
         """
-        local_count(expert_group, self.experts)  # raises unless the group can share them
+        expect_shareable(expert_group, self.experts, self.fp8)
         self.expert_group = expert_group
         self._number = 0 if expert_group is None else expert_group.new_layer()
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from guild._torch.checks import expect_positive, expect_tensor
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
 from guild.distributed.own_experts import EXPERT_WEIGHTS, ranks_of, tensors_of
+from guild.layer_experts import expect_shareable
 from guild.moe import MoE
 
 __all__ = [
@@ -72,8 +73,9 @@ def distribute_experts(
 
     Raises
     ------
-    TypeError, ValueError
-        If an argument is not as described, or the module has no such layer or a shared one.
+    TypeError, ValueError, NotImplementedError
+        If an argument is not as described, or the module has no such layer, a shared one or one in
+        FP8.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
@@ -83,7 +85,7 @@ def distribute_experts(
         raise ValueError(f"mesh: expected ranks in ascending order, got {ranks}")
     layers = layers_of(module)
     for layer in layers:
-        group.local_experts(layer.experts)  # raises before anything is changed
+        expect_shareable(group, layer.experts, layer.fp8)  # before anything is changed
         if layer.expert_group is not None or isinstance(layer.w_up, DTensor):
             raise ValueError(
                 "module: expected layers with all of their experts, before fully_shard, got one "

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -353,21 +353,6 @@ def low_rank_terms_of_experts(rank: int) -> None:
     torch.testing.assert_close(clip_grad_norm_([a, b], 1e9), truth)
 
 
-def cached_codes(rank: int) -> None:
-    """FP8 is refused by its name where experts are on other ranks, and works on a mesh of one."""
-    options = {"fp8": guild.FP8(cached=True), "dtype": torch.bfloat16}
-    x = torch.randn(3, 128, dtype=torch.bfloat16)
-    layer = guild.MoE(128, 128, 4, 2, **options)
-    wanted = layer(x)
-    alone = DeviceMesh("cpu", [rank])
-    guild.distribute_experts(layer, alone)
-    assert torch.equal(layer(x), wanted)
-    layer = guild.MoE(128, 128, 4, 2, **options)
-    guild.distribute_experts(layer, init_device_mesh("cpu", (dist.get_world_size(),)))
-    with pytest.raises(NotImplementedError, match=r"^fp8: expected None with experts on other"):
-        layer(x)
-
-
 def tied_experts(rank: int) -> None:
     """Layers that share experts still do once these are distributed."""
     first, second = (guild.MoE(16, 8, 4, 2) for _ in range(2))
@@ -390,6 +375,5 @@ CHECKS = (
     experts_in_one_optimizer,
     records_of_other_torches,
     low_rank_terms_of_experts,
-    cached_codes,
     tied_experts,
 )

@@ -312,6 +312,30 @@ def tensors_in(state: dict, path: str = "") -> dict[str, Tensor]:
     return found
 
 
+def fp8_over_ranks(rank: int) -> None:
+    """Refused by its name where experts are on other ranks; works on a mesh of one."""
+    options = {"fp8": guild.FP8(cached=True), "dtype": torch.bfloat16}
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    layer = guild.MoE(128, 128, 4, 2, **options)
+    wanted = layer(x)
+    alone = DeviceMesh("cpu", [rank])
+    guild.distribute_experts(layer, alone)
+    assert torch.equal(layer(x), wanted)
+    layer = guild.MoE(128, 128, 4, 2, **options)
+    everyone = init_device_mesh("cpu", (dist.get_world_size(),))
+    refused = pytest.raises(NotImplementedError, match=r"^fp8: expected None with experts on other")
+    with refused:
+        guild.distribute_experts(layer, everyone)
+    assert layer.expert_group is None and type(layer.w_up) is nn.Parameter
+    with refused:
+        guild.MoE(128, 128, 4, 2, expert_group=guild.ExpertParallel(everyone), **options)
+    layer = guild.MoE(128, 128, 4, 2, dtype=torch.bfloat16)
+    guild.distribute_experts(layer, everyone)
+    layer.fp8 = guild.FP8()
+    with refused:
+        layer(x)
+
+
 CHECKS = (
     losses_are_those_of_one_process,
     every_norm,
@@ -321,5 +345,6 @@ CHECKS = (
     compiled_blocks,
     from_the_meta_device,
     refusals,
+    fp8_over_ranks,
     checkpoint_moves,
 )
