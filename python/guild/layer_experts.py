@@ -14,7 +14,7 @@ from guild._torch.checks import expect_device, expect_dims
 from guild.activations import as_activation
 from guild.experts import routed_experts_and_offsets, routed_layer
 from guild.float8.settings import expect_fp8
-from guild.layer_routing import is_exporting
+from guild.layer_routing import is_exporting, is_transformed
 from guild.routed_call import RoutedArguments
 from guild.routing import Router
 
@@ -218,8 +218,7 @@ def _is_only_noted() -> bool:
     """Whether a transform is tracing this call, or fake tensors stand for its results."""
     if torch.compiler.is_compiling():
         return is_exporting()
-    transformed = torch._C._are_functorch_transforms_active()
-    return is_exporting() or transformed or detect_fake_mode() is not None
+    return is_exporting() or is_transformed() or detect_fake_mode() is not None
 
 
 def local_parts(
