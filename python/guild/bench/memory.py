@@ -7,6 +7,7 @@ storage once, weights left out; peaks come from torch's CUDA allocator, so the C
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ def memory_formula(shape: Shape, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def saved_tensors(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """What one forward pass keeps for backward: one tensor per storage, without parameters."""
-    given = {p.untyped_storage().data_ptr() for p in module.parameters()}
+def saved_tensors(forward: Callable[[], object], known: Iterable[Tensor]) -> list[Tensor]:
+    """What a forward pass keeps for backward: one tensor per storage, without those of `known`."""
+    given = {t.untyped_storage().data_ptr() for t in known}
     kept: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -60,8 +61,13 @@ def saved_tensors(module: nn.Module, x: Tensor) -> list[Tensor]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        module(x)  # the graph is freed, but `kept` holds the tensors: no address is reused
+        forward()  # the graph is freed, but `kept` holds the tensors: no address is reused
     return list(kept.values())
+
+
+def saved_bytes(kept: list[Tensor]) -> int:
+    """Bytes of what `saved_tensors()` found."""
+    return sum(t.untyped_storage().nbytes() for t in kept)
 
 
 def measure_memory(plan: BenchPlan, console: Console) -> dict[str, Any]:
@@ -99,10 +105,10 @@ def _measure_layers(case: dict[str, Any], shape: Shape, plan: BenchPlan, console
 def _measure(candidate: str, problem: Problem) -> dict[str, Any]:
     module = layer_module(candidate, problem)
     _differentiate(module(problem.x), problem)  # compiles, and allocates cuBLAS's work buffers
-    kept = saved_tensors(module, problem.x)
+    kept = saved_tensors(lambda: module(problem.x), module.parameters())
     kept.sort(key=lambda t: -t.untyped_storage().nbytes())
     found: dict[str, Any] = {
-        "saved_bytes": sum(t.untyped_storage().nbytes() for t in kept),
+        "saved_bytes": saved_bytes(kept),
         "saved": [
             {
                 "shape": list(t.shape),

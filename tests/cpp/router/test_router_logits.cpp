@@ -17,10 +17,11 @@ struct LogitsCase {
   int groups = 1;
 };
 
-// Sums of one chunk and of several, complete or not; tiles of every shape, full or not.
-constexpr LogitsCase kCases[] = {{1, 8, 1},       {70, 72, 5},    {300, 520, 37},
-                                 {9, 4104, 60},   {200, 2880, 8}, {33, 1024, 520},
-                                 {1100, 256, 16}, {67, 4160, 61}, {130, 64, 40}};
+// Sums of one chunk and of several, complete or not; tiles of every shape, full or not. The last
+// has few tokens and more tiles of 16 experts than there are multiprocessors.
+constexpr LogitsCase kCases[] = {{1, 8, 1},      {70, 72, 5},     {300, 520, 37},  {9, 4104, 60},
+                                 {200, 2880, 8}, {33, 1024, 520}, {1100, 256, 16}, {67, 4160, 61},
+                                 {130, 64, 40},  {4, 4160, 433}};
 
 class RouterProduct : public DeviceTest {
  protected:

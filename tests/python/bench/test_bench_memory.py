@@ -51,9 +51,10 @@ def test_each_storage_counts_once() -> None:
     """Views and parameters are not counted; of a product, autograd keeps the input."""
     layer = nn.Linear(8, 4)
     x = torch.randn(5, 8, requires_grad=True)
-    (kept,) = saved_tensors(layer, x)
+    (kept,) = saved_tensors(lambda: layer(x), layer.parameters())
     assert kept.data_ptr() == x.data_ptr()
-    assert len(saved_tensors(nn.Sequential(nn.Flatten(), layer, nn.Sigmoid()), x)) == 2
+    layers = nn.Sequential(nn.Flatten(), layer, nn.Sigmoid())
+    assert len(saved_tensors(lambda: layers(x), layers.parameters())) == 2
 
 
 def test_guild_keeps_what_the_formula_says(device: str) -> None:

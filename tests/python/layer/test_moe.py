@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import guild
-from guild.bench.memory import saved_tensors
+from guild.bench.memory import saved_bytes, saved_tensors
 from oracle.layer import of_module
 
 ROUTERS = {
@@ -161,7 +161,7 @@ def test_saved_for_backward(name: str, device: str) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     moe = guild.MoE(16, 8, 128, 2, router=name, device=device, dtype=dtype)
     x = torch.randn(50, 16, device=device, dtype=dtype)
-    kept = sum(t.untyped_storage().nbytes() for t in saved_tensors(moe, x))
+    kept = saved_bytes(saved_tensors(lambda: moe(x), moe.parameters()))
     slots = 50 * 2
     of_experts = (50 * 16 + slots * 2 * 8) * dtype.itemsize
     assert kept <= of_experts + 24 * slots + 4 * (moe.experts + 1)

@@ -49,7 +49,7 @@ def test_against_float64(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
-@pytest.mark.parametrize(("hidden", "experts"), [(72, 5), (520, 37), (4104, 8)])
+@pytest.mark.parametrize(("hidden", "experts"), [(72, 5), (520, 37), (4104, 8), (1152, 37)])
 def test_a_token_has_the_same_bits_in_any_company(
     hidden: int, experts: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -71,6 +71,16 @@ def test_a_token_has_the_same_bits_in_any_company(
     row = x[:1].expand(300, hidden)
     assert torch.equal(guild.router_logits(row, weight), everyone[:1].expand(300, experts))
     assert torch.equal(guild.router_logits(x, weight.t().contiguous().t()), everyone)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 64])
+def test_few_tokens_of_many_experts(tokens: int, gpu: str) -> None:
+    """Tiles of 16 experts would be more than the multiprocessors, so they have 32."""
+    torch.manual_seed(1)
+    x = torch.randn(130, 4160, device=gpu, dtype=torch.bfloat16)
+    weight = torch.randn(433, 4160, device=gpu, dtype=torch.bfloat16)
+    everyone = guild.router_logits(x, weight)
+    assert torch.equal(guild.router_logits(x[:tokens], weight), everyone[:tokens])
 
 
 @pytest.mark.parametrize("name", ["softmax", "deepseek_v3", "ernie4_5", "deepseek_v4"])

@@ -25,6 +25,7 @@ from guild.bench.failures import OUT_OF_MEMORY, note_failure, noting
 from guild.bench.float8.rowwise import RowwiseLayer, why_not
 from guild.bench.float8.rowwise_passes import Passes, torch_passes, torchao_passes
 from guild.bench.float8.steps import step_calls
+from guild.bench.memory import saved_bytes, saved_tensors
 from guild.bench.names import FP8_PASSES
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
@@ -165,28 +166,10 @@ def _checked(
                 require_right(errors, plan.dtype)
             elif not max(errors.values()) <= (most := most_error(problems[0].shape.tokens)):
                 raise ArithmeticError(f"wrong: errors {errors}, expected at most {most:.3g}")
-            case["saved_bytes"][name] = _saved_bytes(layer)
+            case["saved_bytes"][name] = saved_bytes(saved_tensors(layer.forward, layer.owned()))
             layers[name] = layer
         free_memory(plan.device)
     return layers
-
-
-def _saved_bytes(layer: Float8Layer | RowwiseLayer) -> int:
-    """Bytes that forward keeps for backward, without parameters and their codes."""
-    layer.forward()
-    known = {t.untyped_storage().data_ptr() for t in layer.owned()}
-    kept: dict[int, int] = {}
-
-    def note(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        out = layer.forward()
-    del out
-    return sum(kept.values())
 
 
 def _passes(

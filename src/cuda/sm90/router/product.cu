@@ -50,6 +50,11 @@ void launch_product(RouterLogits const& x, LogitParts const& to, int64_t stride,
              "launch of the router's product");
 }
 
+// Tiles of so many experts, and the gate's.
+int64_t tiles_of(RouterLogits const& x, int experts) {
+  return ceil_div(x.experts, experts) + (x.gate.data != nullptr);
+}
+
 template <class Product>
 void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Queue const& queue) {
   typename Product::Params p = few_router_params<Product>(x);
@@ -57,8 +62,7 @@ void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Que
   static AllowedOn allowed;
   allow_shared_memory(router_product_of_few_kernel<Product>, Product::kMostBytes, allowed,
                       "shared memory of the router's product");
-  int64_t const tiles = ceil_div(x.experts, Product::kExperts) + (x.gate.data != nullptr);
-  dim3 const blocks(unsigned(tiles), unsigned(to.count));
+  dim3 const blocks(unsigned(tiles_of(x, Product::kExperts)), unsigned(to.count));
   cuda_check(launch_kernel(router_product_of_few_kernel<Product>,
                            {.blocks = blocks,
                             .threads = Product::kThreads,
@@ -69,12 +73,23 @@ void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Que
              "launch of the router's product");
 }
 
+// Each block takes a whole multiprocessor, so the experts are divided among no more blocks than
+// there are multiprocessors, if possible.
+template <class T, bool biased>
+void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Queue const& queue) {
+  if (tiles_of(x, 16) * to.count <= multiprocessors(queue)) {
+    launch_few<RouterProductOfFew<T, 16, biased>>(x, to, stride, queue);
+  } else {
+    launch_few<RouterProductOfFew<T, 32, biased>>(x, to, stride, queue);
+  }
+}
+
 template <class T>
 void launch_tile(RouterTile const& tile, RouterLogits const& x, LogitParts const& to,
                  int64_t stride, Queue const& queue) {
   if (few_for_router(x.tokens, x.hidden, x.experts)) {
-    return x.bias == nullptr ? launch_few<RouterProductOfFew<T, false>>(x, to, stride, queue)
-                             : launch_few<RouterProductOfFew<T, true>>(x, to, stride, queue);
+    return x.bias == nullptr ? launch_few<T, false>(x, to, stride, queue)
+                             : launch_few<T, true>(x, to, stride, queue);
   }
   auto const is = [&](int tokens, int experts) {
     return tile.tokens == tokens && tile.experts == experts;

@@ -30,10 +30,10 @@ __device__ inline void prefetch_box(CUtensorMap const& map, Coordinate at) {
 }
 
 // biased: whether there may be a bias; without, the kernel has fewer instructions to fetch.
-template <class T, bool biased>
+template <class T, int block_experts, bool biased>
 struct RouterProductOfFew {
   using Element = T;
-  static constexpr int kExperts = 16, kThreads = 128;
+  static constexpr int kExperts = block_experts, kThreads = 128;
   static constexpr int kSteps = 4;  // of a piece, 64 deep
   static constexpr int kMostPieces = int(kMostRouterChunk) / 64 / kSteps;
   static constexpr int kWeightBytes = kExperts * kRowBytes;  // of a step
