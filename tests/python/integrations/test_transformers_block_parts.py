@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -53,6 +54,55 @@ def shapes_given(block: nn.Module) -> dict[str, list[Size]]:
 
 
 # ---- outputs ------------------------------------------------------------------------------------
+
+
+class Returned(nn.Module):
+    """Shared experts of which only this is left."""
+
+    def __init__(self, made: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: Tensor) -> object:
+        return self.made(x)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3Config", "Qwen2MoeConfig"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: x.mean(0, keepdim=True).expand_as(x),
+        lambda x: x.mT.contiguous().mT,
+        lambda x: x.new_full((1,), 3.0),
+        lambda x: 0.5,
+        None,
+    ],
+)
+def test_shared_experts_may_return_anything(name: str, made: Callable | None) -> None:
+    """That can be added to the others' output; an empty nn.Sequential returns its input."""
+    own = block_pair(name, n_group=1, topk_group=1)[0]
+    shared = "shared_expert" if hasattr(own, "shared_expert") else "shared_experts"
+    setattr(own, shared, nn.Sequential() if made is None else Returned(made))
+    ours, x = on_guild(own), random_tokens()
+    assert error(output(ours, x), output(own, x)) < 1e-5
+
+
+def output(block: nn.Module, x: Tensor) -> Tensor:
+    out = block(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3Config", "Qwen2MoeConfig"])
+def test_random_numbers_are_drawn_in_the_models_order(name: str) -> None:
+    own = block_pair(name, n_group=1, topk_group=1)[0]
+    for part in ("gate", "shared_expert", "shared_experts", "shared_expert_gate"):
+        if hasattr(own, part):
+            getattr(own, part).register_forward_pre_hook(lambda m, x: x[0] + torch.rand_like(x[0]))
+    ours, x, outs = on_guild(own), random_tokens(), []
+    for block in (ours, own):
+        torch.manual_seed(5)
+        outs.append(output(block, x))
+    assert error(*outs) < 1e-5
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -140,6 +190,16 @@ def test_groups_with_fewer_experts_than_are_chosen_are_left_alone() -> None:
     message = said(model, [])
     assert "a token's best groups have fewer experts than it chooses" in message
     model(tokens())
+
+
+def test_top_k_that_is_not_the_configs() -> None:
+    """Lowered before the replacement; raised after it beyond what the best groups hold."""
+    own = block_pair("DeepseekV3Config", num_experts_per_tok=4, n_group=2, topk_group=1)[0]
+    own.gate.top_k = 1
+    ours, x = on_guild(own), random_tokens()
+    for top_k in (1, 2, own.gate.num_experts // 2 + 1):
+        own.gate.top_k = ours.gate.top_k = top_k
+        assert error(output(ours, x), output(own, x)) < 1e-5, top_k
 
 
 class Experts(nn.ModuleDict):

@@ -59,6 +59,18 @@ class Ops(TorchDispatchMode):
 # ---- results ------------------------------------------------------------------------------------
 
 
+def test_hooks_of_accelerate_keep_no_forward_of_guild() -> None:
+    """They keep the forward that they found, which restored blocks no longer have."""
+    accelerate = pytest.importorskip("accelerate")
+    model = eager(QWEN3)
+    replaced = replace_moe_blocks(model)
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert restore_moe_blocks(model) == replaced
+    with Ops() as ops, torch.no_grad():
+        model(tokens())
+    assert not [name for name in ops.names if name.startswith("guild")]
+
+
 @models
 def test_model_is_the_same_and_comes_back(name: str) -> None:
     model = eager(name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from guild import routed_experts
 from guild.experts import routed_layer
-from guild.integrations.transformers.block_families import BlockFamily, Chosen
+from guild.integrations.transformers.block_families import BlockFamily, Chosen, lacks_experts
 from guild.integrations.transformers.experts import (
     COMPILES,
     MOST_EXPERTS,
@@ -63,14 +63,17 @@ def block_forward(
         _add_noise(self, hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         given = x if family.flattens else hidden_states
-        shared = _shared_output(self, given)
         router, experts = getattr(self, family.router_name), self.experts
         fused = is_untouched(experts, experts_class)
         routes = is_untouched(router, router_class) and _routes(family, router, x)
+        # In the model's order, for modules that draw random numbers.
+        first = _output_of(getattr(self, "shared_expert", None), given)
+        chosen = None if routes else router(given)
+        shared = _shared_output(self, given, first)
         out = _in_one(family, router, experts, x, shared) if fused and routes else None
         scores = None
         if out is None:
-            _, scores, ids = family.choose(router, x) if routes else router(given)
+            _, scores, ids = family.choose(router, x) if chosen is None else chosen
             if fused:
                 out = experts_forward(experts, x, ids, scores, shared)
             else:
@@ -123,7 +126,9 @@ def llama4_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:
 def _routes(family: BlockFamily, router: nn.Module, x: Tensor) -> bool:
     """Whether Guild routes these tokens as the model would."""
     device = x.device.type
-    if device not in MOST_EXPERTS or router.weight.shape[0] > MOST_EXPERTS[device]:
+    if lacks_experts(router) or device not in MOST_EXPERTS:
+        return False
+    if router.weight.shape[0] > MOST_EXPERTS[device]:
         return False
     if hasattr(router.weight, "to_local"):  # a DTensor
         return False
@@ -168,14 +173,24 @@ def _in_one(
     return routed_layer(given, router.weight, None, *options)[0]
 
 
-def _shared_output(block: nn.Module, x: Tensor) -> Tensor | None:
-    """The output (T, hidden) of the experts that every token goes through; None without them."""
-    shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
-    if shared is None:
+def _output_of(module: nn.Module | None, x: Tensor) -> Tensor | None:
+    return None if module is None else module(x)
+
+
+def _shared_output(block: nn.Module, x: Tensor, first: Tensor | None) -> Tensor | None:
+    """The output (T, hidden) of the experts that every token goes through; None without them.
+
+    first: that of the module `shared_expert`, which blocks call before the router.
+    """
+    out = _output_of(getattr(block, "shared_experts", None), x) if first is None else first
+    if out is None:
         return None
     gate = getattr(block, "shared_expert_gate", None)
-    out = shared(x) if gate is None else F.sigmoid(gate(x)) * shared(x)
-    return out.reshape(-1, out.shape[-1])
+    if gate is not None:
+        out = F.sigmoid(gate(x)) * out
+    if getattr(out, "shape", None) != x.shape:  # the model's addition broadcasts it
+        out = torch.zeros_like(x) + out
+    return out.reshape(-1, out.shape[-1]).contiguous()
 
 
 def _add_noise(block: nn.Module, x: Tensor) -> None:

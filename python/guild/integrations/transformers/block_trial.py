@@ -67,6 +67,7 @@ def _tiny(family: BlockFamily, block: nn.Module) -> nn.Module:
             setattr(config, name, size)
     config._experts_implementation = "eager"
     tiny = type(block)(config).double()
+    getattr(tiny, family.router_name).top_k = router.top_k  # perhaps no longer the config's
     if any(parameter.is_meta for parameter in tiny.parameters()):
         raise RuntimeError(
             "new parameters are made on the meta device, as inside accelerate's "

@@ -115,7 +115,11 @@ def restore_moe_blocks(model: nn.Module) -> list[str]:
             )
     restored = []
     for name, module in changed.items():
-        module.__class__ = type(module).guild_original
+        own, original = type(module), type(module).guild_original
+        for attribute, value in vars(module).copy().items():
+            if getattr(value, "__func__", None) is own.forward:  # kept by accelerate's hooks
+                setattr(module, attribute, original.forward.__get__(module))
+        module.__class__ = original
         if family_of(module) is not None:
             restored.append(name)
     return restored
