@@ -177,9 +177,9 @@ class Activation:
         value, slope = _value_and_slope(self, gate)
         if up is None:
             return (da * slope).to(h.dtype)
-        inside = ~((up > self.limit) | (up < -self.limit))  # NaN counts as inside
+        outside = (up > self.limit) | (up < -self.limit)  # NaN is not
         dgate = da * slope * (up.clamp(-self.limit, self.limit) + self.up_offset)
-        pair = (dgate, da * value * inside)
+        pair = (dgate, (da * value).masked_fill(outside, 0))
         dh = torch.cat(pair, -1) if order == "concatenated" else torch.stack(pair, -1)
         return dh.reshape(h.shape).to(h.dtype)  # flatten() cannot be batched by is_grads_batched
 

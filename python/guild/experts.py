@@ -88,7 +88,7 @@ def routed_experts(
     w_up : torch.Tensor or (torch.Tensor, torch.Tensor)
         (E, 2I, H) gate and up in the given order, (E, I, H) without a gate; or a pair (gate, up) of
         (E, I, H) each. In x's dtype; any strides on the CPU, one of the last two dimensions
-        contiguous on a GPU. Read in place.
+        contiguous on a GPU, the same one in both halves of a pair. Read in place.
     w_down : torch.Tensor
         (E, H, I). E is 1 to 4,096, on a GPU 1 to 1,024.
 

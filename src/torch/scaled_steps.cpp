@@ -152,7 +152,8 @@ ScaledDownGradient gradient_of(Place const& place, Sizes const& s, DType dtype, 
 
 // dout (T or R, H) codes, w_down (E, H, I) codes, H contiguous; h as above -> dh_codes (R, W), gate
 // before up; dh (R, W), a_scaled (R, I) in one dtype, that of h where given; score_parts float32;
-// dh_chunks (slots, W, 128), a_chunks (slots, I, 128), scales as in guild/float8.h
+// dh_chunks (slots, W, 128), a_chunks (slots, I, 128), scales as in guild/float8.h; like: of that
+// dtype, to which A' is rounded, where the others are absent
 void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int64_t dout_format,
                               Tensor const& offsets, MaybeTensor const& row_token,
                               MaybeTensor const& row_score, Tensor const& w_down,
@@ -163,12 +164,12 @@ void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int
                               Tensor& dh_codes, Tensor& dh_scales, MaybeTensor& dh,
                               MaybeTensor& a_scaled, MaybeTensor& parts, MaybeTensor& dh_chunks,
                               MaybeTensor& dh_chunk_scales, MaybeTensor& a_chunks,
-                              MaybeTensor& a_chunk_scales) {
+                              MaybeTensor& a_chunk_scales, MaybeTensor const& like) {
   Place const place(dout, "dout");
   Sizes const s = sizes_of(dout, row_token, w_down, true);
   int64_t const halves = gated ? 2 : 1;
-  auto args = gradient_of(place, s, element_of({&h, &dh, &a_scaled}), halves, dout, dout_scales,
-                          w_down, w_scales, h, h_codes, h_scales);
+  auto args = gradient_of(place, s, element_of({&h, &dh, &a_scaled, &like}), halves, dout,
+                          dout_scales, w_down, w_scales, h, h_codes, h_scales);
   args.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
   args.order = order_of(interleaved);
   args.routing = routing_of(place, s, offsets, row_token, row_score);
@@ -225,7 +226,7 @@ void define_scaled_steps(Library& m) {
       "bool clamp_after, bool interleaved, int format, int scale, Tensor(a!) dh_codes, Tensor(b!) "
       "dh_scales, Tensor(c!)? dh, Tensor(d!)? a_scaled, Tensor(e!)? score_parts, Tensor(f!)? "
       "dh_chunks=None, Tensor(g!)? dh_chunk_scales=None, Tensor(h!)? a_chunks=None, Tensor(i!)? "
-      "a_chunk_scales=None) -> ()");
+      "a_chunk_scales=None, Tensor? like=None) -> ()");
 }
 
 void implement_scaled_steps(Library& m) {

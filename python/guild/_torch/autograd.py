@@ -197,6 +197,19 @@ def _refusal(name: str) -> Callable:
     return refuse
 
 
+def wants_gradient(tensor: Tensor) -> bool:
+    """Whether it requires one at any level of torch.func's transforms, or outside of them.
+
+    Its own `requires_grad` only tells of the innermost level.
+    """
+    while not tensor.requires_grad:
+        compiling = torch.compiler.is_compiling()
+        if compiling or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return True
+
+
 def expect_no_tangents(name: str, args: Iterable[Any]) -> None:
     """Raise NotImplementedError if an argument is a tensor with a tangent."""
     for value in args:

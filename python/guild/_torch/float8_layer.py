@@ -15,6 +15,7 @@ from guild._torch.autograd import (
     register_without_gradient,
     rows_of,
     tied,
+    wants_gradient,
     with_lists,
     without_lists,
 )
@@ -98,7 +99,7 @@ def experts_fake(
 @torch.enable_grad()
 def _without_elements(x: Tensor) -> Tensor | None:
     """A tensor with x's place in the graph that does not keep x's memory alive."""
-    return x.narrow(0, 0, 0).clone() if x.requires_grad else None
+    return x.narrow(0, 0, 0).clone() if wants_gradient(x) else None
 
 
 def _setup(ctx, inputs, output):

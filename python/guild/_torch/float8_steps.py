@@ -88,13 +88,13 @@ def reads_codes(flags: LayerFlags) -> bool:
 def in_16_bits(kept: Kept, flags: LayerFlags, dtype: torch.dtype) -> Kept:
     """H in `dtype` from its codes, gate and up in the flags' order."""
     halves = 2 if flags.gated else 1
-    values = kept.h.view(torch.float8_e4m3fn).to(dtype).unflatten(1, (halves, -1))
-    scales = kept.scales.to(dtype).unflatten(1, (halves, -1))
-    size = values.shape[2]
+    h = kept.h.view(torch.float8_e4m3fn).to(dtype).unflatten(1, (halves, -1))
+    scales = kept.scales.unflatten(1, (halves, -1))  # in place, products are rounded only once
+    size = h.shape[2]
     if size % BLOCK == 0:
-        h = (values.unflatten(2, (-1, BLOCK)) * scales[..., None]).flatten(2)
+        h.unflatten(2, (-1, BLOCK)).mul_(scales[..., None])
     else:
-        h = values * scales.repeat_interleave(BLOCK, 2)[..., :size]
+        h.mul_(scales.repeat_interleave(BLOCK, 2)[..., :size])
     return Kept((h.mT if flags.gated and flags.interleaved else h).flatten(1))
 
 
@@ -257,6 +257,7 @@ def _down_gradient(
         parts,
         *(dh_chunks or (None, None)),
         *(a_chunks or (None, None)),
+        dout,
     )
     if flags != order and dh is not None:
         dh = to_interleaved(dh)

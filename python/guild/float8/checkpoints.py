@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import ParameterList
 
+from guild._torch.autograd import wants_gradient
 from guild._torch.checks import (
     MOST_ROUTED_ON_CUDA,
     dtype_name,
@@ -86,7 +87,7 @@ def expect_no_gradient(*given: object) -> None:
 
 def _wants_gradient(value: object) -> bool:
     if isinstance(value, Tensor):
-        return value.requires_grad
+        return wants_gradient(value)
     return type(value) in (tuple, list, ParameterList) and any(map(_wants_gradient, value))
 
 

@@ -55,14 +55,15 @@ class KeptWeights:
 
     They are made in the forward after `refresh`, since only there has FSDP gathered the weights.
     Eager forwards also make codes, in other memory, when they find other tensors than those that
-    were quantised, or do not know which those were, as compiled code cannot note it. Versions
-    reveal a forgotten refresh where torch counts them; it does not in CUDA graphs, in compiled
-    code, nor for weights that FSDP gathers.
+    were quantised, or do not know which those were, as compiled code cannot note it; compiled ones
+    do so when eager code made the codes. Versions reveal a forgotten refresh where torch counts
+    them; it does not in CUDA graphs, in compiled code, nor for weights that FSDP gathers.
     """
 
     def __init__(self) -> None:
         self.codes: FP8Weights | None = None
         self._stale = True
+        self._of_eager = False  # made by eager code, perhaps of tensors lent by functional_call
         self._layout: tuple = ()
         self._seen: _Seen | None = None  # None: quantised in compiled code
         self._in_graphs: list[FP8Weights] = []  # a CUDA graph may read them as long as it lives
@@ -72,7 +73,7 @@ class KeptWeights:
         if other.codes is None or other.codes.fp8.scales != fp8.scales:
             raise ValueError("other: expected codes of weights with the same kind of scales")
         self.codes, self._stale, self._layout = copy(other.codes), False, other._layout
-        self._seen = other._seen
+        self._seen, self._of_eager = other._seen, other._of_eager
         self.codes.fp8 = fp8
 
     def refresh(self) -> None:
@@ -106,7 +107,8 @@ class KeptWeights:
         layout += activation.gated, order, transposed
         fits = found is not None and found.fp8 == fp8 and layout == self._layout
         fits = fits and (compiling or not _is_of_inference(found))
-        if not fits or (not self._stale and self._is_other(seen)):
+        is_other = self._of_eager if compiling else self._is_other(seen)
+        if not fits or (not self._stale and is_other):
             kept = w_up.detach(), w_down.detach()  # without the graph that may have made them
             found = FP8Weights(
                 fp8, *kept, activation=activation, order=order, transposed=transposed
@@ -120,16 +122,16 @@ class KeptWeights:
                 "with FP8(cached=True), got weights that were written since they were quantised"
             )
         if self._stale:
-            self._stale, self._seen = False, seen
+            self._stale, self._seen, self._of_eager = False, seen, not compiling
         if not compiling:
             _count_steps_for(self)
             if w_up.is_cuda and torch.cuda.is_current_stream_capturing():
                 self._in_graphs.append(found)
         return found
 
-    def _is_other(self, seen: _Seen | None) -> bool:
+    def _is_other(self, seen: _Seen) -> bool:
         """Whether eager code finds other tensors than those quantised, or does not know them."""
-        return seen is not None and (self._seen is None or not self._seen.are_tensors_of(seen))
+        return self._seen is None or not self._seen.are_tensors_of(seen)
 
     def has_seen(self) -> set[int]:
         """What `id` gives for the weights whose versions are compared."""

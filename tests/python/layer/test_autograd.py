@@ -235,6 +235,14 @@ def test_activation_formulas(activation: str, order: str) -> None:
     torch.testing.assert_close(act.gradient(h.detach(), da, order), dh)
 
 
+def test_no_gradient_of_a_clamped_up() -> None:
+    """Whatever else the product has: NaN in gate, an infinite gradient."""
+    act = guild.Activation(limit=1.0)
+    h = torch.tensor([[float("nan"), 5.0], [1.0, -5.0]])
+    for da in (1.0, float("inf")):
+        assert (act.gradient(h, torch.full((2, 1), da))[:, 1] == 0).all()
+
+
 def test_only_what_is_wanted_is_computed() -> None:
     """A frozen layer still gives x its gradient; with x frozen the weights still get theirs."""
     layer = make_layer(TINY, ACTIVATIONS["swiglu"])

@@ -282,10 +282,25 @@ def test_compiled_and_transformed() -> None:
     assert torch.equal(ours, out)
     ours.square().sum().backward()
     assert torch.equal(torch.stack([p.grad for p in lists["w_up"]]), gradients["w_up"])
-    by_transform = torch.func.grad(lambda w: call(w).square().sum())(
-        [p.detach() for p in lists["w_up"]]
-    )
-    assert torch.equal(torch.stack(by_transform), gradients["w_up"])
+    func, given = torch.func, [p.detach() for p in lists["w_up"]]
+
+    def loss(w: list[Tensor]) -> Tensor:
+        return call(w).square().sum()
+
+    def of_one(w: Tensor) -> Tensor:
+        return func.vmap(lambda row: loss(list(row)))(w[None]).sum()
+
+    # Inner levels do not know that outer ones differentiate.
+    whole, one = torch.stack(given), torch.ones((), dtype=torch.float64)
+    for made in (
+        torch.stack(func.grad(loss)(given)),
+        func.grad(of_one)(whole),
+        torch.stack(func.grad(func.functionalize(loss))(given)),
+        torch.stack(func.grad(lambda w: func.grad(lambda s: s * loss(w))(one))(given)),
+    ):
+        assert torch.equal(made, gradients["w_up"])
+    of_one(leaf := whole.clone().requires_grad_()).backward()
+    assert torch.equal(leaf.grad, gradients["w_up"])
 
 
 def test_second_derivative() -> None:

@@ -157,6 +157,22 @@ def test_biases_of_codes_may_be_lists(device: str) -> None:
         guild.routed_experts(*given, pair, down)
 
 
+def test_gradients_of_outer_transforms_are_refused(device: str) -> None:
+    """The innermost level of torch.func does not know that an outer one differentiates x."""
+    layer = make_layer(CASE, ACTIVATIONS["swiglu"], torch.bfloat16, device)
+    weights = tuple(guild.quantize_weights(w) for w in (layer.gate, layer.up))
+    given = layer.ids, layer.scores, weights, guild.quantize_weights(layer.down)
+
+    def inner(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda s: (s * guild.routed_experts(x, *given)).float().sum())(one)
+
+    one, x = torch.ones((), device=device), layer.x.detach()
+    inner(x)
+    for call in (torch.func.grad(inner), lambda x: inner(x.requires_grad_())):
+        with pytest.raises(ValueError, match="quantised weights have no gradients"):
+            call(x.clone())
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_packed_codes_that_share_scales_are_refused(gated: bool, device: str) -> None:
     """Codes of gate and up in one tensor, however they were quantised."""

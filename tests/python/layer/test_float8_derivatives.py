@@ -88,6 +88,22 @@ def test_layer(recipe: str, router_bias: bool) -> None:
     )
 
 
+def test_derivatives_by_another_variable_raise() -> None:
+    """The inner level does not know that the outer one differentiates x."""
+    given = inputs()
+
+    def inner(x: Tensor) -> Tensor:
+        def loss(w_up: Tensor) -> Tensor:
+            return experts(RECIPES["codes kept"], "tensors", {**given, "x": x, "w_up": w_up}).sum()
+
+        return func_grad(loss)(given["w_up"]).square().sum()
+
+    with pytest.raises(NotImplementedError, match=r"guild::.* has no derivative"):
+        func_grad(inner)(given["x"])
+    with pytest.raises(NotImplementedError, match=r"guild::.* has no derivative"):
+        inner(given["x"].clone().requires_grad_()).backward()
+
+
 def test_nested_transforms() -> None:
     given = inputs()
 

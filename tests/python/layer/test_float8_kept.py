@@ -72,6 +72,21 @@ def test_compiled_and_eager_calls(first: str, device: str) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("first", ["functional", "eager", "compiled"])
+def test_compiled_calls_after_others_weights(first: str, device: str) -> None:
+    """What functional_call lends an eager call is not what compiled code reads afterwards."""
+    layer, x = layer_of(device), tokens_of(device)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    other = {"w_up": -2 * layer.w_up.detach()}
+    with torch.no_grad():
+        want = copy.deepcopy(layer)(x)
+        if first != "functional":
+            (layer if first == "eager" else compiled)(x)
+        for _ in range(2):
+            assert not torch.equal(torch.func.functional_call(layer, other, (x,)), want)
+            assert torch.equal(compiled(x), want)
+
+
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(strict: bool, called_before: bool, device: str) -> None:

@@ -117,6 +117,23 @@ def test_recompute_and_layouts_have_the_same_bits(dtype: torch.dtype, device: st
                 assert torch.equal(again[name], want), (layout, recompute, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_frozen_bias_changes_no_other_gradient(dtype: torch.dtype, device: str) -> None:
+    """A' has the layer's dtype, whichever of backward's other results are made."""
+    layer = make_layer(TINY, ACTIVATIONS["swiglu"], dtype, device)
+    for save in OPTIONS["save"]:
+        fp8 = FP8(wgrad="fp8", scales="power_of_two", save=save)
+        made = []
+        for wanted in (True, False):
+            given = layer.arguments("concatenated")
+            given["b_up"].requires_grad_(wanted)
+            guild.routed_experts(layer.x, layer.ids, layer.scores, **given, fp8=fp8).backward(
+                layer.dout
+            )
+            made.append(given["w_down"].grad)
+        assert torch.equal(*made), save
+
+
 def test_float32_masters_are_not_rounded_before(device: str) -> None:
     """Codes are those of the float32 values, and gradients are float32."""
     layer = make_layer(TINY, ACTIVATIONS["swiglu"], torch.float32, device)

@@ -150,6 +150,25 @@ def test_h_of_codes(size: int, gradients: int, device: str) -> None:
         expect_same(step.run(kept, chunks, True), step.run(plain, chunks, True))
 
 
+@pytest.mark.parametrize("size", [64, 130, 256])
+def test_small_h_of_codes_in_float16(size: int) -> None:
+    """Scales below float16's range are not rounded to it."""
+    torch.manual_seed(0)
+    h = [torch.randn(9, size) * scale for scale in (1e-5, 3e-4)]
+    codes = [guild.quantize(half) for half in h]
+    joined = [torch.cat([t.codes.view(torch.uint8) for t in codes], 1)]
+    joined.append(torch.cat([t.scales for t in codes], 1))
+    flags = LayerFlags(*ACTIVATIONS["swiglu"].scalars, False, False)
+    found = in_16_bits(Kept(*joined), flags, torch.float16).h
+    values = [dequantized(*t) for t in codes]
+    assert torch.equal(found, torch.cat(values, 1).half())
+
+
+def dequantized(codes: Tensor, scales: Tensor, *_: object) -> Tensor:
+    """Codes times the scales of their 128 columns, in float32."""
+    return codes.float() * scales.repeat_interleave(128, 1)[:, : codes.shape[1]]
+
+
 def test_chunks_want_powers_of_two(device: str) -> None:
     """Codes with exact scales cannot be shifted to a common scale."""
     step = Gradient(64, "swiglu", device, torch.bfloat16, 0)

@@ -85,6 +85,12 @@ class Draw:
             self.aligned or self.chance(0.9)
         ) else "scattered"  # fmt: skip
 
+    def other_half(self, first: str) -> str:
+        """A layout beside `first` in a pair: on a GPU with the same contiguous dimension."""
+        if not self.aligned:
+            return self.matrices()
+        return first if first == "flipped" else self.pick("packed", "window", "every_second")
+
     def fp8(self, probability: float) -> FP8 | None:
         """How a layer runs in FP8; mostly not."""
         if not self.chance(probability):

@@ -28,7 +28,7 @@ class Weights:
     apart: bool  # w_up is a pair (gate, up)
     b_up: str | None  # "one" or "pair"
     b_down: bool
-    layouts: tuple[str, ...]  # of w_up and w_gate, w_down, biases
+    layouts: tuple[str, ...]  # of w_up, w_down, biases, w_gate
     lora: LowRankTerms | None
     lists: str | None  # one tensor per expert in memory: see parts_of
 
@@ -37,6 +37,7 @@ class Weights:
         activation = draw.activation()
         pair = activation.gated
         apart = pair and draw.chance(0.35)
+        up = draw.matrices()
         return Weights(
             experts=draw.experts(),
             hidden=draw.width(),
@@ -47,7 +48,7 @@ class Weights:
             apart=apart,
             b_up=draw.pick(None, "one", "pair" if pair else "one"),
             b_down=draw.chance(0.5),
-            layouts=(draw.matrices(), draw.matrices(), draw.rows()),
+            layouts=(up, draw.matrices(), draw.rows(), draw.other_half(up)),
             lora=LowRankTerms.drawn(draw, apart),
             lists=draw.pick(None, None, None, None, "even", "backwards", "apart", "uneven"),
         )
@@ -109,8 +110,8 @@ class Weights:
         device: str,
     ) -> dict[str, Tensor]:
         """Parameters for Guild."""
-        up, down, bias = self.layouts
-        layouts = {"w_up": up, "w_gate": up, "w_down": down}
+        up, down, bias, gate = self.layouts
+        layouts = {"w_up": up, "w_gate": gate, "w_down": down}
         leaves = {}
         for name, value in values.items():
             if is_low_rank(name):
