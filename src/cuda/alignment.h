@@ -51,6 +51,20 @@ inline void require_aligned(ConstWeight const& w, char const* name) {
   require_aligned(w.data, w.expert_stride, name);
 }
 
+// What a kernel that gathers from rows requires of them, as addressable_stride() does.
+inline void require_addressable(ConstRows const& rows, int64_t count, int64_t width,
+                                char const* name) {
+  addressable_stride(count, row_stride(rows, width), name);
+}
+
+// Rows of a product: the last tile of 128 or 256 must end below 2^31.
+inline constexpr int64_t kMostProductRows = (int64_t(1) << 31) - 1024;
+// Rows that a weight gradient sums over: clipped_map() addresses no more.
+inline constexpr int64_t kMostSummedRows = int64_t(1) << 30;
+inline void require_at_most(int64_t size, int64_t most, char const* name) {
+  require(size <= most, name, ": expected at most ", most, " on CUDA, got ", size);
+}
+
 // The most experts that routing supports on CUDA; the CPU backend has no such limit.
 inline constexpr int kMostRouted = 1024;
 inline void require_routable(int64_t experts) {
@@ -63,6 +77,7 @@ inline void require_layer(Sizes const& sizes, DType dtype) {
   require_16_bit(dtype);
   require_whole_16_bytes(sizes.hidden, "hidden");
   require_whole_16_bytes(sizes.intermediate, "intermediate");
+  require_at_most(sizes.rows(), kMostProductRows, "rows");
 }
 
 }  // namespace guild::cuda

@@ -12,6 +12,9 @@ void require_runnable(DownGradient const& x) {
   require_layer(x.sizes, x.dtype);
   require_aligned(x.w_down, "w_down");
   require_aligned(x.dout, "dout");
+  if (x.routing.row_token != nullptr) {
+    require_addressable(x.dout, x.sizes.tokens, x.sizes.hidden, "dout");
+  }
   require_aligned(x.h, "h");
   require_aligned(x.dh, "dh");
   require_aligned(x.a_scaled, "a_scaled");

@@ -17,7 +17,9 @@ void require_runnable(UpGradient const& x) {
   require_layer(x.sizes, x.dtype);
   require_aligned(x.dh, "dh");
   require_aligned(x.dx, "dx");
-  for (ConstWeight const& w : view_of(x).w) require_aligned(w, "w_up");
+  auto const view = view_of(x);
+  for (ConstWeight const& w : view.w) require_aligned(w, "w_up");
+  require_same_layout(view, "w_up");
 }
 
 void up_gradient(UpGradient const& x, Queue queue) {

@@ -15,8 +15,13 @@ GateUpView<ConstWeight> view_of(UpProjection const& x) {
 void require_runnable(UpProjection const& x) {
   check(x);
   require_layer(x.sizes, x.dtype);
-  for (ConstWeight const& w : view_of(x).w) require_aligned(w, "w_up");
+  auto const view = view_of(x);
+  for (ConstWeight const& w : view.w) require_aligned(w, "w_up");
+  require_same_layout(view, "w_up");
   require_aligned(x.x, "x");
+  if (x.routing.row_token != nullptr) {
+    require_addressable(x.x, x.sizes.tokens, x.sizes.hidden, "x");
+  }
   require_aligned(x.bias, "b_up");
   require_aligned(x.h, "h");
   require_aligned(x.a, "a");

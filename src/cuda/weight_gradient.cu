@@ -28,12 +28,20 @@ GateUpView<Weight> view_of(UpWeightGradient const& x) {
   return gate_up_view(x.dw, x.sizes, x.gated, x.order, element_bytes(x.dw_dtype), "dw_up");
 }
 
+// Of what is gathered: X or dO.
+void require_summable(Sizes const& s, Routing const& routing, ConstRows const& rows,
+                      char const* name) {
+  require_at_most(s.rows(), kMostSummedRows, "rows");
+  require_aligned(rows, name);
+  if (routing.row_token != nullptr) require_addressable(rows, s.tokens, s.hidden, name);
+}
+
 }  // namespace
 
 void require_runnable(UpWeightGradient const& x) {
   check(x);
   require_layer(x.sizes, x.dtype);
-  require_aligned(x.x, "x");
+  require_summable(x.sizes, x.routing, x.x, "x");
   require_aligned(x.dh, "dh");
   view_of(x);
 }
@@ -41,7 +49,7 @@ void require_runnable(UpWeightGradient const& x) {
 void require_runnable(DownWeightGradient const& x) {
   check(x);
   require_layer(x.sizes, x.dtype);
-  require_aligned(x.dout, "dout");
+  require_summable(x.sizes, x.routing, x.dout, "dout");
   require_aligned(x.a, "a");
 }
 
@@ -50,11 +58,8 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
   require_runnable(x);
   int64_t const bytes = element_bytes(x.dw_dtype);
   auto const view = view_of(x);
-  bool const packed = view.halves == 2 && view.w[0].out_stride == view.w[1].out_stride &&
-                      view.w[0].in_stride == view.w[1].in_stride &&
-                      view.w[0].expert_at == view.w[1].expert_at &&
-                      static_cast<char*>(view.w[1].data) - static_cast<char*>(view.w[0].data) ==
-                          view.width * view.w[0].out_stride * bytes;
+  bool const packed = view.halves == 2 && are_one_matrix(x.dw, x.sizes.experts,
+                                                         view.width * view.w[0].out_stride, bytes);
   int64_t const total = view.width * view.halves;
   ConstRows const dh{x.dh.data, row_stride(x.dh, total)};
   ExpertProduct product = product_of(x, x.x, dh, packed ? total : view.width);

@@ -60,7 +60,8 @@ __device__ void add(Eight& sum, float factor, Eight const& x) {
 
 constexpr int kThreads = 256;
 constexpr int64_t kFewTokens = 64;
-constexpr int kAtOnce = 8;  // rows that a thread loads before it adds them
+constexpr int64_t kMostParts = 65535;  // blocks of a launch along y
+constexpr int kAtOnce = 8;             // rows that a thread loads before it adds them
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
@@ -284,7 +285,7 @@ void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue)
   if (x.router.dlogits.data == nullptr) {
     // A token's columns are split over blocks only where tokens are few.
     int64_t const passes = ceil_div(s.hidden, kThreads * 8);
-    int64_t const parts = s.tokens <= kFewTokens ? passes : 1;
+    int64_t const parts = s.tokens <= kFewTokens ? std::min(passes, kMostParts) : 1;
     int const threads = threads_of(s.hidden, passes);
     cuda_check(launch_kernel(combine_kernel<T>,
                              {.blocks = dim3(unsigned(s.tokens), unsigned(parts)),

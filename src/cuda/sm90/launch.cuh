@@ -86,9 +86,9 @@ int64_t places(W const& w, int64_t experts) {
 template <Major major>
 MapShape weight_shape(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows) {
   constexpr int box = kBoxColumns;
-  int64_t const z = places(w, experts);
-  return major == Major::K ? MapShape{k, n, z, w.out_stride, w.expert_stride, box, rows, 1}
-                           : MapShape{n, k, z, w.in_stride, w.expert_stride, box, box, 1};
+  int64_t const z = places(w, experts), stride = z == 1 ? 0 : w.expert_stride;
+  return major == Major::K ? MapShape{k, n, z, w.out_stride, stride, box, rows, 1}
+                           : MapShape{n, k, z, w.in_stride, stride, box, box, 1};
 }
 
 // The B operand of C's tiles from one or two weights (E, n, k); see WeightLoader.

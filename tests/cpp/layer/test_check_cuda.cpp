@@ -1,86 +1,11 @@
 // What CUDA requires of arguments beyond what both backends do: 16-bit types, sizes and rows in
 // multiples of 16 bytes, 1024 experts. All of it is checked before any launch, so no GPU is needed.
 #include "cuda/shared_expert.h"
-#include "wrong_call.h"
+#include "wrong_on_cuda.h"
 
 namespace guild::test {
 
 namespace {
-
-alignas(16) char aligned_memory[64];
-
-// The wrong calls of one step. The correct one is that of Calls in bfloat16 and aligned memory.
-template <class Args>
-class WrongOnCuda {
- public:
-  WrongOnCuda(Args const& right, void (*run)(Args const&, cuda::Queue)) : right_(right), run_(run) {
-    EXPECT_NO_THROW(check(right));
-  }
-
-  void expect(std::string const& message, std::function<void(Args&)> const& spoil) const {
-    SCOPED_TRACE(message);
-    Args args = right_;
-    spoil(args);
-    EXPECT_NO_THROW(check(args)) << "wrong on the CPU as well";
-    try {
-      run_(args, {});
-      ADD_FAILURE() << "no error";
-    } catch (Error const& error) {
-      EXPECT_EQ(error.what(), message);
-    }
-  }
-
-  void narrow(Args const& wide) const {
-    expect("dtype: expected bfloat16 or float16 on CUDA, got float32", [&](Args& x) { x = wide; });
-  }
-  void hidden() const {
-    expect("hidden: expected a multiple of 8 on CUDA, got 12",
-           [](Args& x) { x.sizes.hidden = 12; });
-  }
-  void intermediate() const {
-    expect("intermediate: expected a multiple of 8 on CUDA, got 4",
-           [](Args& x) { x.sizes.intermediate = 4; });
-  }
-
-  // Of a pointer.
-  template <class Of>
-  void pointer(char const* name, Of of) const {
-    char* const odd = aligned_memory + 2;
-    expect(text_of(name, ": expected 16-byte aligned data on CUDA, got address ",
-                   reinterpret_cast<uintptr_t>(odd)),
-           [&](Args& x) { std::invoke(of, x) = odd; });
-  }
-  template <class Of>
-  void address(char const* name, Of of) const {
-    pointer(name, [=](Args& x) -> auto& { return std::invoke(of, x).data; });
-  }
-  template <class Of>
-  void rows(char const* name, Of of) const {
-    address(name, of);
-    expect(text_of(name, ": expected rows a multiple of 8 elements apart on CUDA, got 20"),
-           [&](Args& x) { std::invoke(of, x).stride = 20; });
-  }
-  template <class Of>
-  void weight(char const* name, Of of) const {
-    address(name, of);
-    expect(text_of(name, ": expected one contiguous dimension on CUDA, got strides (128, 16, 2)"),
-           [&](Args& x) { set_strides(std::invoke(of, x), 128, 16, 2); });
-    expect(text_of(name, ": expected rows a multiple of 8 elements apart on CUDA, got 20"),
-           [&](Args& x) { set_strides(std::invoke(of, x), 160, 20, 1); });
-    expect(text_of(name, ": expected rows a multiple of 8 elements apart on CUDA, got 36"),
-           [&](Args& x) { set_strides(std::invoke(of, x), 160, 1, 36); });
-    expect(text_of(name, ": expected rows a multiple of 8 elements apart on CUDA, got 132"),
-           [&](Args& x) { set_strides(std::invoke(of, x), 132, 16, 1); });
-  }
-
- private:
-  static void set_strides(ConstWeight& w, int64_t expert, int64_t out, int64_t in) {
-    w.expert_stride = expert, w.out_stride = out, w.in_stride = in;
-  }
-
-  Args right_;
-  void (*run_)(Args const&, cuda::Queue);
-};
 
 // Calls whose memory is aligned, wherever they lie.
 struct AlignedCalls : Calls {
@@ -108,6 +33,8 @@ void expect_layer(WrongOnCuda<Args> const& wrong, Args const& wide) {
   wrong.narrow(wide);
   wrong.hidden();
   wrong.intermediate();
+  wrong.expect("rows: expected at most 2147482624 on CUDA, got 2147483647",
+               [](Args& x) { x.sizes.slots = (int64_t(1) << 31) - 1; });
 }
 
 template <class Args>
@@ -117,6 +44,18 @@ void expect_up_weight(WrongOnCuda<Args> const& wrong) {
   wrong.expect(
       "w_up: expected alternating gate and up rows for interleaved pre-activations on CUDA",
       [](Args& x) { x.order = GateUp::interleaved; });
+  wrong.expect(
+      "w_up: expected alternating gate and up rows for interleaved pre-activations on CUDA",
+      [](Args& x) {  // which those of the first expert are
+        auto& [gate, up] = x.w_up;
+        x.order = GateUp::interleaved;
+        gate.out_stride = up.out_stride = 32, gate.expert_stride = 256;
+        up.data = static_cast<char const*>(gate.data) + 16 * 2, up.expert_stride = 128;
+      });
+  wrong.expect(
+      "w_up: expected gate and up with the same contiguous dimension on CUDA, got strides (16, 1) "
+      "and (1, 8)",
+      [](Args& x) { x.w_up.up.out_stride = 1, x.w_up.up.in_stride = 8; });
 }
 
 TEST(CheckOnCuda, Projections) {
@@ -127,6 +66,8 @@ TEST(CheckOnCuda, Projections) {
       cuda::up_projection);
   expect_layer(up, calls.up());
   expect_up_weight(up);
+  up.expect("x: expected fewer than 2^35 elements on CUDA, got 4 rows 68719476736 apart",
+            [](UpProjection& x) { x.x.stride = int64_t(1) << 36; });
   up.rows("x", &UpProjection::x);
   up.rows("b_up", &UpProjection::bias);
   up.rows("h", &UpProjection::h);
@@ -199,6 +140,8 @@ TEST(CheckOnCuda, WeightGradients) {
   expect_layer(up, calls.dw());
   up.rows("x", &UpWeightGradient::x);
   up.rows("dh", &UpWeightGradient::dh);
+  up.expect("rows: expected at most 1073741824 on CUDA, got 1073741825",
+            [](UpWeightGradient& x) { x.sizes.slots = (int64_t(1) << 30) + 1; });
   WrongOnCuda<DownWeightGradient> const down(
       narrowed(calls.dw_down(), &DownWeightGradient::dout, &DownWeightGradient::a),
       cuda::down_weight_gradient);
@@ -210,7 +153,14 @@ TEST(CheckOnCuda, WeightGradients) {
   WrongOnCuda<BiasGradient>(calls.db(), cuda::bias_gradient).narrow(wide);
   GroupedGemm wide_product = calls.gemm();
   wide_product.dtype = wide_product.out_dtype = DType::float32;
-  WrongOnCuda<GroupedGemm>(calls.gemm(), cuda::grouped_gemm).narrow(wide_product);
+  WrongOnCuda<GroupedGemm> const product(calls.gemm(), cuda::grouped_gemm);
+  product.narrow(wide_product);
+  product.expect("groups * m: expected at most 2147482624 on CUDA, got 4294967296",
+                 [](GroupedGemm& x) {
+                   x.ragged = GroupedGemm::Ragged::none, x.offsets = nullptr;
+                   x.m = int64_t(1) << 20, x.groups = 4096;
+                   x.a.group_stride = x.d.group_stride = x.m * x.a.row_stride;
+                 });
 }
 
 TEST(CheckOnCuda, Routing) {

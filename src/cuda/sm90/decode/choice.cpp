@@ -40,15 +40,6 @@ bool can_be_tall(Groups const& groups, ConstWeight const& w) {
   return groups.ends != nullptr && groups.groups <= kMostRouted && w.in_stride == 1;
 }
 
-// Whether eights of gate and of up can lie side by side in a box.
-bool lie_evenly(ConstWeight const& gate, ConstWeight const& up) {
-  constexpr int64_t most = int64_t(1) << 39;  // bytes that a map's stride can have, or less
-  int64_t const apart = static_cast<char const*>(up.data) - static_cast<char const*>(gate.data);
-  return apart > 0 && apart < most && gate.out_stride == up.out_stride &&
-         gate.expert_stride == up.expert_stride && gate.in_stride == up.in_stride &&
-         gate.expert_at == nullptr && up.expert_at == nullptr;
-}
-
 }  // namespace
 
 bool serves_tall(UpProduct const& x) {

@@ -10,6 +10,15 @@ namespace guild::cuda::sm90 {
 // Up to this many slots, every block sorts them for itself.
 inline constexpr int kMostSlotsInBlock = 128;
 
+// Whether one tensor map can have gate and up as two parts.
+inline bool lie_evenly(ConstWeight const& gate, ConstWeight const& up) {
+  constexpr int64_t most = int64_t(1) << 39;  // bytes that a map's stride can have, or less
+  int64_t const apart = static_cast<char const*>(up.data) - static_cast<char const*>(gate.data);
+  return apart > 0 && apart < most && gate.out_stride == up.out_stride &&
+         gate.expert_stride == up.expert_stride && gate.in_stride == up.in_stride &&
+         gate.expert_at == nullptr && up.expert_at == nullptr;
+}
+
 bool serves_few_tokens(UpProduct const& product);
 void decode_up_product(UpProduct const& product, Queue const& queue);
 

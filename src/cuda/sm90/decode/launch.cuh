@@ -26,10 +26,7 @@ inline int64_t apart(ConstWeight const& first, ConstWeight const& second) {
 // rows and steps lie evenly.
 inline bool comes_by_stage(ConstWeight const& first, ConstWeight const& second, int64_t k,
                            bool halves = true) {
-  bool const evenly =
-      !halves || (apart(first, second) > 0 && first.out_stride == second.out_stride &&
-                  first.expert_stride == second.expert_stride);
-  return k % 64 == 0 && evenly && first.expert_at == nullptr && second.expert_at == nullptr;
+  return k % 64 == 0 && (halves ? lie_evenly(first, second) : first.expert_at == nullptr);
 }
 
 // The weights of a product, gate and up if `halves`.

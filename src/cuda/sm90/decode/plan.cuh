@@ -242,9 +242,10 @@ struct alignas(16) Planner {
     int const begin = of.start(e);
     return of.end(e, begin) > begin;
   }
+  // From L2: the preceding kernel may have just written it, while this one was starting.
   static __device__ int id_of(Sort const& x, int slot) {
-    int64_t const e = x.ids_are_int64 ? static_cast<int64_t const*>(x.ids)[slot]
-                                      : static_cast<int32_t const*>(x.ids)[slot];
+    int64_t const e = x.ids_are_int64 ? __ldcg(static_cast<long long const*>(x.ids) + slot)
+                                      : __ldcg(static_cast<int32_t const*>(x.ids) + slot);
     return e >= 0 && e < x.experts ? int(e) : kNoExpert;
   }
   // From the groups of each warp: sets `count`; returns those of the warps before.

@@ -293,7 +293,8 @@ struct TokenSumKernel {
   static __device__ void find_terms(Params const& p, Planner const& planner, Working& smem) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.sort.tokens * p.sort.top_k; i += 32 * kConsumerWarps) {
-      smem.term[i] = {planner.row_of[i], p.score == nullptr ? 1.f : p.score[i]};
+      // From L2, as Planner::id_of().
+      smem.term[i] = {planner.row_of[i], p.score == nullptr ? 1.f : __ldcg(p.score + i)};
     }
   }
 

@@ -121,12 +121,13 @@ struct ScaledDownGradientEpilogue {
   }
 
   // Stores the gradients of the two units from `unit` on, and A' as a chunk. Where there is one
-  // unit only, the sums of the second are zeros, or NaN where the first one's are.
+  // unit only, the sums of the second are zeros, or NaN where the first one's are. What was written
+  // to the stages then comes before what TMA writes there next.
   __device__ void store_units(float const* gate, State const& rows, Stages const& stages,
                               Tile const& tile, int unit, int thread, StoreBoxes const& boxes,
                               ChunkShare const& share, Ahead const& ahead) const {
     int const col = tile.col + 64 * unit;
-    if (col >= columns) return;
+    if (col >= columns) return fence_async_proxy();
     bool const gated = hidden.pairing != Pairing::none, two = stages.b[1] != 0;
     if (chunks()) {
       float const of_a[2] = {larger_of_pair<T>(rows.largest_a[0]),
@@ -162,6 +163,8 @@ struct ScaledDownGradientEpilogue {
     if (chunks()) {
       int const slot = slot_of(ahead.end_before, tile);
       store_chunks(of_gate, of_up, scales, stages, tile, slot, col, thread, boxes, share);
+    } else {
+      fence_async_proxy();
     }
   }
 
