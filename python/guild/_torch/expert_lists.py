@@ -122,9 +122,8 @@ def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = Tr
         expect_no_tangents(f"{name}: a list of tensors", tensors)
     recorded = torch.is_grad_enabled()
     wanted = attached and recorded and any(t.requires_grad for t in tensors)
-    if (
-        attached and recorded and not _have_addresses(tensors)
-    ):  # which outer levels may differentiate
+    # Under torch.func, outer levels may differentiate what no gradient is wanted of here.
+    if attached and recorded and not _have_addresses(tensors):
         return Placed(stack(tensors))
     found = _joined(name, tensors, recorded)
     if recorded and found.at is not None:
