@@ -101,8 +101,14 @@ class BalanceSums(NamedTuple):
         Raises
         ------
         ValueError
-            If this rank is not in the group.
+            If this rank is not in the group, or the sums are those of several sequences: each is
+            balanced by itself, so the mean of the ranks' losses is that of all tokens already.
         """
+        if self.counts.shape[0] > 1:
+            raise ValueError(
+                "over_ranks: expected sums over the whole batch (balance_over='batch'), got those "
+                f"of {self.counts.shape[0]} sequences, each of which is balanced by itself"
+            )
         counts = counts_of_ranks(self.counts, group)
         return self if counts is self.counts else self._replace(counts=counts)
 

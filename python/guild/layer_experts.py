@@ -14,6 +14,7 @@ from guild._torch.checks import expect_device, expect_dims
 from guild.activations import as_activation
 from guild.experts import routed_experts_and_offsets, routed_layer
 from guild.float8.settings import expect_fp8
+from guild.initial_values import fill_normal_
 from guild.layer_routing import is_exporting, is_transformed
 from guild.routed_call import RoutedArguments
 from guild.routing import Router
@@ -69,7 +70,7 @@ def shown_options(layer: nn.Module) -> dict[str, Any]:
 def fill_weight(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:
     """Fill a weight with normal values; over ranks, different ones on each."""
     if expert_group is None:
-        nn.init.normal_(weight, std=std)
+        fill_normal_(weight, std)
     else:
         expert_group.fill_normal(weight, std)
 

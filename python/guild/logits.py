@@ -24,6 +24,7 @@ from guild._torch.checks import (
     expect_tensor,
 )
 from guild._torch.operators import autocast, ops, score_dtype
+from guild.initial_values import fill_normal_
 
 _router_logits = ops.router_logits.default
 
@@ -114,7 +115,7 @@ class LogitLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw weights from a normal distribution of variance 1 / inputs; zero the bias."""
-        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        fill_normal_(self.weight, self.in_features**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

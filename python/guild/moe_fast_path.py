@@ -15,7 +15,7 @@ from guild._torch.operators import LayerFlags
 from guild.activations import is_interleaved
 from guild.expert_arguments import expect_backward_options
 from guild.layer_routing import BALANCE_OVER
-from guild.logits import RouterLinear
+from guild.logits import LogitLinear, RouterLinear, has_plain_call
 from guild.routed_experts_fast_path import (
     REFUSED,
     below_autograd,
@@ -23,7 +23,7 @@ from guild.routed_experts_fast_path import (
     settings_tensor,
 )
 from guild.routing import Router, router_scalars
-from guild.shared_experts import SharedExperts, shared_rows
+from guild.shared_experts import SharedExperts
 
 # Without the wrappers that translate errors: the slow path raises them again.
 _infer_layer = infer_layer._op.__wrapped__
@@ -71,7 +71,10 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     bias = None
     if layer.routing.selection_bias and (bias := router._buffers.get("selection_bias")) is None:
         return None
-    added = _added(layer, flat, modules.get("shared") or layer.shared)
+    shared = layer.shared if (found := modules.get("shared")) is None else found
+    if not _is_known(layer, shared):  # a refusal below would have it called twice
+        return None
+    added = _added(flat, shared)
     experts = w_up, w_down, layer.b_up, layer.b_down
     try:
         with nullcontext() if torch.is_inference_mode_enabled() else below_autograd():
@@ -81,12 +84,20 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     return out if len(shape) == 2 else out.view(shape), offsets
 
 
-def _added(layer: nn.Module, x: Tensor, shared: nn.Module | None) -> tuple[Tensor | None, ...]:
+def _is_known(layer: nn.Module, shared: nn.Module | None) -> bool:
+    """Whether shared experts and their gate run no code of others, such as hooks."""
+    if shared is None:
+        return True
+    if not (type(shared) is SharedExperts and shared.is_plain(layer)):
+        return False
+    gate = shared._modules.get("gate")
+    return gate is None or (type(gate) is LogitLinear and has_plain_call(gate))
+
+
+def _added(x: Tensor, shared: SharedExperts | None) -> tuple[Tensor | None, ...]:
     """A residual; or weights and scale of what is added, or the scale's gate; or none of these."""
     if shared is None:
         return (None,) * 5
-    if not (type(shared) is SharedExperts and shared.is_plain(layer)):
-        return shared_rows(shared, x), None, None, None, None
     gate = shared.gate_weight(x)
     return None, *shared.weights(), shared.scale(x) if gate is None else None, gate
 

@@ -16,6 +16,7 @@ from guild._torch.checks import (
 from guild._torch.operators import autocast
 from guild.activations import Activation, as_activation
 from guild.experts import experts_mlp
+from guild.initial_values import fill_normal_
 from guild.logits import LogitLinear, has_plain_call
 from guild.routed_experts_fast_path import quick_shared
 
@@ -63,7 +64,7 @@ class SharedExperts(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights from a normal distribution of variance 1 / inputs."""
         for weight in (self.w_up, self.w_down):
-            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+            fill_normal_(weight, weight.shape[-1] ** -0.5)
         if self.gate is not None:
             self.gate.reset_parameters()
 

@@ -29,7 +29,9 @@ class Unchanged:
     ) -> None:
         x_name = "x" if offsets is None else "x_sorted"
         named = ((x_name, x), ("the output's gradient", dout), ("offsets", offsets))
-        self._tensors = [(name, t, t._version) for name, t in named if t is not None]
+        # Writes to tensors of inference mode are not counted.
+        tensors = [(name, t) for name, t in named if t is not None and not t.is_inference()]
+        self._tensors = [(name, t, t._version) for name, t in tensors]
 
     def expect_unchanged(self) -> None:
         """Raise RuntimeError naming a tensor that was overwritten."""

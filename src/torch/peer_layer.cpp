@@ -136,8 +136,8 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
                                   activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                   interleaved, transposed);
   Sizes const& s = layer.sizes;
-  require(s.experts * m.ranks == experts, "w_down: expected ", experts / m.ranks, " experts, got ",
-          s.experts);
+  require(s.experts * m.ranks == experts, "w_down: expected ", experts, " experts over ", m.ranks,
+          " ranks, got ", s.experts, " on this one");
   DType const dtype = layer.dtype, score = score_dtype(dtype);
   Tensor by_slot = place.empty_int32({s.tokens, top_k}), counts = place.empty_int32({m.ranks});
   Tensor const received = place.empty({s.tokens, top_k}, score);

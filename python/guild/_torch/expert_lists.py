@@ -330,7 +330,7 @@ def _have_addresses(tensors: Sequence[Tensor]) -> bool:
         or _is_traced()
     ):
         return False
-    if any(t.is_neg() for t in tensors):  # their memory holds the negated numbers
+    if any(t.is_neg() or t._is_zerotensor() for t in tensors):  # numbers that memory does not hold
         return False
     return all(type(t) in _PLAIN for t in tensors) or has_memory(*tensors)
 

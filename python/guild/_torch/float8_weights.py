@@ -55,7 +55,9 @@ def _quantize_out(
     up_at = down_at = None
     if experts_at is not None:  # its rows are for w_up, w_gate and w_down
         down_at = experts_at[2:]
-        up_at = experts_at[:1] if not gated else experts_at[[0 if w_gate is None else 1, 0]]
+        up_at = experts_at[:1]
+        if gated:  # gate, which lies in w_up where it is one tensor, then up; no host waits for it
+            up_at = torch.cat((up_at if w_gate is None else experts_at[1:2], up_at))
     ops.quantize_weights_out(
         first,
         E4M3,

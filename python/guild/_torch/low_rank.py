@@ -286,13 +286,14 @@ def _weight_gradients(x, dout, dh, a, routing, weights, flags, wanted):
     """dW and db; None where not wanted."""
     offsets, row_token, _, row_score, _ = routing
     dw_up = dw_gate = dw_down = db_up = db_down = None
+    like = stacked_like if weights.experts_at is not None else torch.empty_like
     if wanted[0] or wanted[1]:
-        dw_up = stacked_like(weights.w_up)
-        dw_gate = None if weights.w_gate is None else stacked_like(weights.w_gate)
+        dw_up = like(weights.w_up)
+        dw_gate = None if weights.w_gate is None else like(weights.w_gate)
         layout = flags.up_weight()
         ops.up_weight_gradient_out(x, dh, offsets, row_token, dw_up, dw_gate, *layout, False)
     if wanted[2]:
-        dw_down = stacked_like(weights.w_down)
+        dw_down = like(weights.w_down)
         ops.down_weight_gradient_out(dout, a, offsets, row_token, dw_down, flags.transposed, False)
     if wanted[3]:
         db_up = weights.b_up.new_empty(weights.b_up.shape)

@@ -219,8 +219,7 @@ class ExpertParallel:
 
     def fill_normal(self, weight: Tensor, std: float) -> None:
         """Initialise this rank's part of a layer's expert weights."""
-        experts = weight.shape[0] * (1 if isinstance(weight, DTensor) else self.size)
-        fill_part(weight, std, self.local_experts(experts), experts)
+        fill_part(weight, std, self.rank, self._ranks.everyone)
 
     def new_layer(self) -> int:
         """A number for a layer, by which ranks notice that they run different ones."""

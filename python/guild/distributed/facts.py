@@ -17,6 +17,7 @@ from guild._torch.operators import LayerFlags
 from guild.activations import KINDS, NO_LIMIT
 
 _GATED, _CLAMP_AFTER = 16, 32  # beside the kind of an activation
+_CALLS = 1 << 32  # of one ExpertParallel
 
 
 def facts_of(
@@ -58,6 +59,11 @@ def facts_of(
     }
 
 
+def calls_of(number: int) -> int:
+    """The number before the first call's, where `number` ExpertParallels were made before."""
+    return number * _CALLS
+
+
 def room_facts(max_tokens: int | None, capacity: float | None) -> dict[str, int]:
     """What every rank must have been given alike before memory is shared."""
     return {"max_tokens": max_tokens or 0, "capacity": _word_of(capacity or 0.0, 0.0)}
@@ -94,8 +100,14 @@ def _names_of(*names: str) -> Callable[[int], str]:
     return text
 
 
+def _call(call: int) -> str:
+    number, of_one = divmod(call, _CALLS)
+    return f"{of_one} of the group's ExpertParallel {number + 1}" if number else str(of_one)
+
+
 # How a fact that is not a plain number is shown.
 _SHOWN: dict[str, Callable[[int], str]] = {
+    "call": _call,
     "dtype": lambda number: dtype_name(FLOATS[number]),
     "(activation, up_offset)": _activation,
     "(alpha, limit)": _alpha_and_limit,

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def fill_part(weight: Tensor, std: float, mine: range, experts: int) -> None:
+def fill_part(weight: Tensor, std: float, rank: int, everyone: list[int]) -> None:
     """Normal values for this rank's part of the experts, from generators seeded alike on all ranks.
 
     Generators stay alike: what is drawn after this, such as the router, is the same on all ranks.
@@ -16,24 +16,38 @@ def fill_part(weight: Tensor, std: float, mine: range, experts: int) -> None:
     Parameters
     ----------
     weight : torch.Tensor
-        (experts of this rank, ...), or a DTensor (experts, ...).
+        (experts of this rank, ...); or a DTensor, of these or of all experts.
     std : float
         Standard deviation.
-    mine, experts : range, int
-        Indices of the experts in the tensor, and the number of all experts.
+    rank : int
+        This rank's number among those that share the experts.
+    everyone : list of int
+        The numbers of these among all ranks.
     """
-    if not isinstance(weight, DTensor):
-        one = torch.empty_like(weight[0])
-        for expert in range(experts):  # draw all of them, keep this rank's
-            one.normal_(std=std)
-            if expert in mine:
-                weight[expert - mine.start].copy_(one)
-    elif weight.device.type == "cuda":
+    if isinstance(weight, DTensor):
+        is_whole = {*everyone} <= {*weight.device_mesh.mesh.flatten().tolist()}
+        fill_shard(weight, std, 0 if is_whole else rank + 1)
+        return
+    count, one = len(weight), torch.empty_like(weight[0])
+    for expert in range(count * len(everyone)):  # draw all of them, keep this rank's
+        one.normal_(std=std)
+        if expert // count == rank:
+            weight[expert % count].copy_(one)
+
+
+@torch.no_grad()
+def fill_shard(weight: DTensor, std: float, part: int = 0) -> None:
+    """Normal values for this rank's shard, from generators seeded alike on all ranks.
+
+    part: 0, or which of several tensors this is that ranks with the same coordinates fill.
+    """
+    if weight.device.type == "cuda" and part == 0:
         nn.init.normal_(weight, std=std)  # torch draws the whole tensor's numbers and keeps a part
-    else:  # torch would draw the same numbers for every part
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        coordinates = weight.device_mesh.get_coordinate()
-        for coordinate, place in zip(coordinates, weight.placements, strict=True):
-            seed = (seed * 4093 + (0 if place.is_replicate() else coordinate + 1)) % 2**62
-        draw = torch.Generator(weight.device).manual_seed(seed)
-        weight.to_local().normal_(std=std, generator=draw)
+        return
+    # torch would draw the same numbers for every shard.
+    seed = (int(torch.randint(2**62, (), device="cpu")) * 4093 + part) % 2**62
+    coordinates = weight.device_mesh.get_coordinate()
+    for coordinate, place in zip(coordinates, weight.placements, strict=True):
+        seed = (seed * 4093 + (0 if place.is_replicate() else coordinate + 1)) % 2**62
+    draw = torch.Generator(weight.device).manual_seed(seed)
+    weight.to_local().normal_(std=std, generator=draw)

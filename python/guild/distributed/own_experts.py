@@ -92,10 +92,21 @@ def tensors_of(layer: nn.Module, name: str) -> list[Tensor]:
     return [t for t in held if t is not None and t.dim() > 1 and len(t) == len(weight)]
 
 
-def ranks_of(parameter: Tensor) -> dist.ProcessGroup | None:
+def ranks_of(parameter: Tensor | None) -> dist.ProcessGroup | None:
     """The ranks that have the other experts of a parameter; None if it is no expert's."""
     note = getattr(parameter, _NOTE, None)
     return None if note is None else note.group
+
+
+def ranks_by_shard() -> dict[int, dist.ProcessGroup]:
+    """The same of parameters that FSDP2 shards, by their `id`: what it gathers has the note."""
+    found = {}
+    for group in _fsdp_groups():
+        for one in getattr(group, "fsdp_params", ()):
+            whole = getattr(one, "_unsharded_param", None)
+            if not isinstance(whole, DTensor) and (ranks := ranks_of(whole)) is not None:
+                found[id(one.sharded_param)] = ranks
+    return found
 
 
 @cache

@@ -11,24 +11,22 @@ fully_shard(model, mesh=everyone)
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from guild._torch.checks import expect_positive, expect_tensor
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
-from guild.distributed.own_experts import EXPERT_WEIGHTS, ranks_of, tensors_of
+from guild.distributed.norms import by_layout, norm_of
+from guild.distributed.own_experts import EXPERT_WEIGHTS, tensors_of
 from guild.layer_experts import expect_shareable
 from guild.moe import MoE
 
@@ -251,7 +249,7 @@ def shard_layers(
         sharded = {w for part in rest for w in part.parameters() if isinstance(w, DTensor)}
         for part in rest if not sharded else []:
             part.register_forward_hook(_own_output)
-            fully_shard(part, mesh=mesh, **options)
+            fully_shard(part, mesh=mesh, **_of_parts(options))
         layer.register_forward_hook(_own_output)
         fully_shard(layer, mesh=experts_mesh, ignored_params=sharded, **options)
         if experts_mesh.size() == 1:
@@ -261,6 +259,14 @@ def shard_layers(
         layer.set_gradient_divide_factor(float(ranks))
         if experts_mesh.device_type == "cpu":  # gloo cannot divide while it sums
             layer.set_force_sum_reduction_for_comms(True)
+
+
+def _of_parts(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of router and shared experts, whose outputs the layer takes as they are."""
+    policy = options.get("mp_policy")
+    if policy is None or policy.output_dtype is None:
+        return options
+    return {**options, "mp_policy": replace(policy, output_dtype=None)}
 
 
 def _divide(gradients: Tensor, by: float) -> None:
@@ -279,6 +285,8 @@ def _expect_names(*meshes: DeviceMesh) -> None:
 
 def _own_output(part: nn.Module, arguments: Any, output: Any) -> Any:
     """The output, not as a view: an operation that changes a view in place undoes FSDP2's hooks."""
+    if type(output) is tuple:  # with the routing
+        return _own_output(part, arguments, output[0]), *output[1:]
     if isinstance(output, Tensor) and output._is_view():
         return torch.ops.aten._unsafe_view(output, output.shape)
     return output
@@ -310,7 +318,7 @@ def clip_grad_norm_(
     expect_positive("max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     total = grad_norm(parameters, norm_type)
-    for group in _by_layout(parameters).values():
+    for group in by_layout(parameters).values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
@@ -320,74 +328,9 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
     expect_positive("norm_type", norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     norms = [
-        _norm([p.grad for p in group], layout.groups(), norm_type)
-        for layout, group in _by_layout(parameters).items()
+        norm_of([p.grad for p in group], layout.groups(), norm_type)
+        for layout, group in by_layout(parameters).items()
     ]
     if not norms:
         return torch.zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-class _Layout(NamedTuple):
-    """How a gradient is divided: along dimensions of a mesh, or among ranks with other experts."""
-
-    mesh: DeviceMesh | None = None
-    dimensions: tuple[int, ...] = ()
-    ranks: dist.ProcessGroup | None = None
-
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The ranks that have the parts, one dimension after another."""
-        if self.ranks is not None:
-            return [self.ranks]
-        return [self.mesh.get_group(dimension) for dimension in self.dimensions]
-
-
-def _by_layout(parameters: Iterable[Tensor]) -> dict[_Layout, list[Tensor]]:
-    """The parameters that have a gradient, by its layout."""
-    found: dict[_Layout, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            found[_layout(parameter)].append(parameter)
-    return found
-
-
-def _layout(parameter: Tensor) -> _Layout:
-    grad = parameter.grad
-    if not isinstance(grad, DTensor):
-        return _Layout(ranks=ranks_of(parameter))
-    placements = enumerate(_summed(grad.placements))
-    divided = tuple(i for i, place in placements if not place.is_replicate())
-    return _Layout(grad.device_mesh, divided)
-
-
-def _summed(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The placements once sums that are left for later have been done."""
-    return tuple(Replicate() if place.is_partial() else place for place in placements)
-
-
-def _part(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient."""
-    if not isinstance(grad, DTensor):
-        return grad
-    summed = _summed(grad.placements)
-    return (grad if summed == grad.placements else grad.redistribute(placements=summed)).to_local()
-
-
-def _norm(grads: list[Tensor], groups: list[dist.ProcessGroup], norm_type: float) -> Tensor:
-    """The norm of the whole gradients, float32, from the parts on all ranks."""
-    parts = [_part(grad) for grad in grads]
-    filled = [part for part in parts if part.numel()]
-    norm = torch.zeros((), dtype=torch.float32, device=parts[0].device)
-    if filled:
-        norm = torch.nn.utils.get_total_norm(filled, norm_type).float()
-    for group in groups:
-        if math.isinf(norm_type):
-            lost = norm.isnan().float()  # a maximum may leave NaN out
-            dist.all_reduce(lost, group=group)
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group)
-            norm = torch.where(lost > 0, torch.nan, norm)
-        else:
-            norm = norm**norm_type
-            dist.all_reduce(norm, group=group)
-            norm = norm ** (1 / norm_type)
-    return norm

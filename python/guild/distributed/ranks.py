@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from guild.distributed.facts import shown
+from guild.distributed.facts import calls_of, shown
 
 _GRACE_SECONDS = 2.0  # in which live ranks report after a failure
 _STORE_SECONDS = 5.0  # the longest wait for a store, whose host may be dead or stopped
@@ -59,7 +59,8 @@ class Ranks:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.everyone = dist.get_process_group_ranks(group)  # numbers among all ranks
         self._number = next(_numbers[group.group_name])  # the same on every rank of the group
-        self.calls = 0  # forward passes so far, the same number on every rank
+        # Counts forward passes, the same on every rank, from a number of this object's own.
+        self.calls = calls_of(self._number)
         self._failure: str | None = None
         self._error: type[Exception] = RuntimeError
         self._doubt: Tensor | None = None  # backward's comparison on a GPU, not yet checked
@@ -207,8 +208,8 @@ class Ranks:
             if self._failure is None and not isinstance(error, _END_OF_RECOMPUTATION):
                 self._failure = (
                     f"expert_group: this rank raised {type(error).__name__} in the {what} of call "
-                    f"{self.calls}, where the others wait for it. The group cannot be used any "
-                    "more: restart all ranks"
+                    f"{shown('call', self.calls)}, where the others wait for it. The group cannot "
+                    "be used any more: restart all ranks"
                 )
             raise
 
@@ -278,9 +279,9 @@ class Ranks:
         else:
             who = "the connection failed, or a rank was late, though every rank has reported since"
         self._failure = (
-            f"expert_group: {who}, in the {what} of call {self.calls}; the time limit is "
-            f"{self.timeout:g} s. The group cannot be used any more: restart all ranks. Cause: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"expert_group: {who}, in the {what} of call {shown('call', self.calls)}; the time "
+            f"limit is {self.timeout:g} s. The group cannot be used any more: restart all ranks. "
+            f"Cause: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
         self._end_kernels()
         raise RuntimeError(self._failure) from error
@@ -367,7 +368,8 @@ def _by_rank(values: dict[int, object]) -> str:
 def _expect_same_pass(by_rank: list[list[int]], words: Sequence[int]) -> None:
     """Raise RuntimeError where these words differ, of which 0 is the pass and 1 its call."""
     if any(row[word] != by_rank[0][word] for row in by_rank for word in words):
-        found = _by_rank({r: f"{PASSES[row[0]]} of call {row[1]}" for r, row in enumerate(by_rank)})
+        passes = {r: (PASSES[row[0]], shown("call", row[1])) for r, row in enumerate(by_rank)}
+        found = _by_rank({r: f"{name} of call {call}" for r, (name, call) in passes.items()})
         if {row[0] for row in by_rank} == {_FORWARD, _CHOICE}:  # 2: the engine asked for
             engines = {r: repr(ENGINES[row[2]]) for r, row in enumerate(by_rank)}
             if len({*engines.values()}) > 1:

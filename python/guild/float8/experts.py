@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -93,8 +95,17 @@ class FP8Weights:
         _, *layer, _ = layer_arguments(*given, x_name="w_down", masters=True)
         self._masters, self._flags, self._experts_at = layer[:3], LayerFlags(*layer[5:]), at
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without views of memory that is not all of these weights; `refresh` makes them again."""
+        held = self.__dict__.copy()
+        if self._experts_at is not None:
+            held["_masters"] = held["_experts_at"] = None
+        return held
+
     def _reads_given(self) -> bool:
         """Whether the given tensors are the masters; copies, casts and lists are not."""
+        if self._masters is None:
+            return False
         given = [*members(self._given[0]), self._given[1]]
         masters = [t for t in self._masters if t is not None]
         same = len(given) == len(masters) and all(any(g is m for m in masters) for g in given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from copy import copy
@@ -144,12 +145,14 @@ def _is_of_inference(found: FP8Weights) -> bool:
 
 
 _used: weakref.WeakSet[KeptWeights] = weakref.WeakSet()  # in eager code
+_using = threading.Lock()
 
 
 def _count_steps_for(kept: KeptWeights) -> None:
     """Have the versions of the weights it has seen count the steps of fused optimizers, too."""
     _register_hook()
-    _used.add(kept)
+    with _using:
+        _used.add(kept)
 
 
 @functools.cache
@@ -160,7 +163,9 @@ def _register_hook() -> None:
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Fused steps write weights without a change of their versions."""
     groups = [group["params"] for group in optimizer.param_groups if group.get("fused")]
-    counted = set().union(*(kept.has_seen() for kept in _used)) if groups else set()
+    with _using:
+        used = [*_used] if groups else []
+    counted = set().union(*(kept.has_seen() for kept in used))
     written = [p for ps in groups for p in ps if p.grad is not None and id(p) in counted]
     if written:
         torch.autograd.graph.increment_version(written)

@@ -55,7 +55,7 @@ def quantize_micro(
             ORDERS.index(order),
             codes,
             scales.flatten(),
-            made,
+            made if global_scale is None else made.clone(),  # which the op says it writes
             global_scale is not None,
         )
     if nvfp4:

@@ -12,6 +12,7 @@ import layer_checks
 import own_experts_checks
 import peer_checks
 import placement_checks
+import shard_checks
 import training_checks
 from processes import run_on_ranks
 from training import write_corpus
@@ -34,6 +35,7 @@ def test_four_ranks(
         call_checks,
         training_checks,
         own_experts_checks,
+        shard_checks,
         placement_checks,
     )
     checks = [check for module in modules for check in module.CHECKS]

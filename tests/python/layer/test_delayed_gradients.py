@@ -193,3 +193,18 @@ def test_failing_at_any_op(device: str, case: str, main_grad: bool, how: dict) -
             break
         failures += 1
     assert failures >= 3
+
+
+def test_gradients_of_inference_mode(device: str) -> None:
+    """An output's gradient whose writes torch does not count."""
+    layer = layer_on(device)
+    sink = WeightGradients()
+    x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
+    ids = torch.randint(EXPERTS, (TOKENS, 2), device=device)
+    out = routed_experts(
+        x, ids, torch.ones(ids.shape, device=device), **layer, weight_gradients=sink
+    )
+    with torch.inference_mode():
+        dout = torch.ones_like(out)
+    out.backward(dout)
+    assert all(t.grad is not None for t in layer.values())

@@ -308,6 +308,25 @@ STEPS = {
 }
 
 
+def test_lists_in_a_cuda_graph(gpu: str) -> None:
+    """No host wait: their places are known to the kernels alone."""
+    layer = make_layer(TINY, ACTIVATIONS["swiglu"], torch.bfloat16, gpu)
+    rows = layer.x, layer.ids, layer.scores
+    up = torch.cat((layer.gate, layer.up), 1)
+    for w_up in (
+        [t.clone() for t in up],
+        ([t.clone() for t in layer.gate], [t.clone() for t in layer.up]),
+    ):
+        given = *rows, w_up, [t.clone() for t in layer.down]
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            want = guild.routed_experts(*given, fp8=FP8())
+            with torch.cuda.graph(graph):
+                got = guild.routed_experts(*given, fp8=FP8())
+        graph.replay()
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", list(STEPS))
 def test_a_step_in_a_cuda_graph(name: str, device: str) -> None:
     """A captured forward and backward quantise again in each replay and so follow the weights."""

@@ -187,3 +187,18 @@ def test_compiles(form: Callable[..., LoRA]) -> None:
     with as_on_a_gpu() as steps:
         assert_same(call, tuple(t.requires_grad_() for t in inputs), "aot_eager")
     assert steps.calls
+
+
+def test_gradients_have_the_strides_of_the_weights(device: str) -> None:
+    """As without low-rank terms, and as compiled code is told."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    kind = {"device": device, "dtype": dtype}
+    w_up = torch.randn(48, 4, 16, **kind).transpose(0, 1).requires_grad_()
+    w_down = torch.randn(4, 16, 24, **kind)
+    ids = torch.randint(4, (6, 2), device=device)
+    tokens = torch.randn(6, 16, **kind), ids, torch.rand(6, 2, device=device)
+    lora = guild.LoRA(torch.randn(4, 8, 24, **kind), torch.randn(4, 16, 8, **kind))
+    for term in (None, lora):
+        out = guild.routed_experts(*tokens, w_up, w_down, lora_down=term)
+        (gradient,) = torch.autograd.grad(out.sum(), w_up)
+        assert gradient.stride() == w_up.stride()

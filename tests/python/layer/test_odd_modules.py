@@ -316,3 +316,23 @@ def test_module_of_another_dtype_whose_hook_converts(part: str) -> None:
     module.register_forward_pre_hook(lambda _, given: (given[0].double(),))
     module.register_forward_hook(lambda *given: given[2].float())
     assert layer(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("hooked", ["shared", "gate", "own"])
+def test_shared_experts_are_called_once(hooked: str, device: str) -> None:
+    """Also where the op of inference refuses a call that the layer supports."""
+    layer = guild.MoE(16, 8, 4, 2, shared_experts=1, shared_gate=True, device=device)
+    if device == "cuda":
+        layer.bfloat16()
+    if hooked == "own":
+        layer.shared = nn.Linear(16, 16, device=device, dtype=layer.w_up.dtype)
+    calls: list[nn.Module] = []
+    watched = layer.shared.gate if hooked == "gate" else layer.shared
+    watched.register_forward_hook(lambda module, *_: calls.append(module))
+    x = torch.randn(16, 8, device=device, dtype=layer.w_up.dtype).t()
+    with torch.no_grad():
+        for given in (x, x.contiguous()):
+            layer(given)
+        layer.activation = "silu"
+        layer(x)
+    assert len(calls) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -327,3 +329,26 @@ def test_uneven_lists_in_a_cuda_graph(gpu: str, call: Callable) -> None:
     assert torch.equal(out, step())
     for name, parts in lists.items():
         assert all(torch.equal(p.main_grad, g) for p, g in zip(parts, found[name], strict=True))
+
+
+def test_codes_are_copied_without_what_lies_between() -> None:
+    """Copies hold the weights of an uneven list, not the memory that a view of it spans."""
+    torch.manual_seed(0)
+    lists = [[torch.randn(*s).bfloat16() for _ in range(3)] for s in ((256, 64), (64, 128))]
+    between = [torch.empty(50_000 * (i + 1)) for i in range(2)]  # of uneven sizes
+    lists[0][1], lists[0][2] = (t.clone() for t in lists[0][1:])
+    codes = guild.FP8Weights(guild.FP8(), *lists)
+    copied = copy.deepcopy(codes)
+    assert len(pickle.dumps(vars(copied)["_given"])) < 300_000
+    x, ids, scores = torch.randn(5, 64).bfloat16(), torch.zeros(5, 1).long(), torch.ones(5, 1)
+    want = routed_experts(x, ids, scores, *lists, fp8=codes)
+    copied.refresh()
+    given = copied._given
+    assert torch.equal(routed_experts(x, ids, scores, *given, fp8=copied), want)
+    assert copied._masters is not None and between
+
+
+def test_numbers_that_memory_does_not_hold() -> None:
+    weights = [torch._efficientzerotensor((16, 8), dtype=torch.float64) for _ in range(EXPERTS)]
+    ends = torch.tensor([3] * EXPERTS, dtype=torch.int32)
+    assert not grouped_mm(torch.randn(3, 16, dtype=torch.float64), weights, offs=ends).any()

@@ -221,3 +221,10 @@ def test_wrong_calls_are_named():
     ):
         with pytest.raises((TypeError, ValueError), match=error):
             call()
+
+
+def test_a_given_scale_is_only_read(device: str) -> None:
+    """A backward that keeps it finds it unchanged."""
+    scale = torch.full((1,), 0.5, device=device)
+    guild.quantize(torch.randn(4, 32, device=device), format="nvfp4", global_scale=scale)
+    assert scale._version == 0

@@ -1,0 +1,115 @@
+"""Layers that FSDP2 shards and groups of experts on the same ranks, run by test_four_ranks.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import guild
+from guild.distributed.placement import clip_grad_norm_, expert_weights, shard_layers
+from processes import gathered
+
+
+def two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+
+
+def norm_of_sharded_parts_of_experts(rank: int) -> None:
+    """FSDP2 divides each rank's experts over other ranks: all parts of all experts count."""
+    mesh = two_by_two()
+    torch.manual_seed(0)
+    group = guild.ExpertParallel(mesh["experts"])
+    layer = guild.MoE(16, 8, 8, 2, expert_group=group, dtype=torch.float64)
+    fully_shard(layer, mesh=mesh["data"])
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    layer(x).square().sum().backward()
+    experts = [layer.w_up, layer.w_down]
+    squares = sum(w.grad.to_local().square().sum() for w in experts)
+    dist.all_reduce(squares)
+    assert clip_grad_norm_(experts, 1e9).item() == pytest.approx(squares.sqrt().item(), rel=1e-5)
+
+
+def initial_values_of_shards(rank: int) -> None:
+    """Every expert, row of a router and row of shared experts gets values of its own."""
+    mesh, everyone = two_by_two(), init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    group = guild.ExpertParallel(mesh["experts"])
+    own = guild.MoE(16, 8, 8, 2, expert_group=group, device="meta")
+    fully_shard(own, mesh=mesh["data"])
+    block = nn.Sequential(guild.MoE(16, 8, 8, 2, shared_experts=1, device="meta"))
+    guild.distribute_experts(block, mesh["experts"])
+    fully_shard(block, mesh=everyone, ignored_params=expert_weights(block))
+    shard_layers(block, everyone, mesh["data"])
+    plain = guild.MoE(16, 8, 8, 2, device="meta")
+    fully_shard(plain, mesh=everyone)
+    whole: list[Tensor] = []
+    for layer in (own, block[0], plain):
+        layer.to_empty(device="cpu")
+        layer.reset_parameters()
+        whole += [w.full_tensor() for w in layer.parameters()]
+        if layer is own:  # each rank has half of the experts
+            whole[:2] = [torch.cat(gathered(w)[:2]) for w in whole[:2]]
+    for weight in whole:
+        rows = weight.detach().flatten(1)
+        assert len(rows.unique(dim=0)) == len(rows)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = guild.MoE(16, 8, 8, 2, shared_experts=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, routing = self.moe(x, return_routing=True)
+        out += x
+        return out + routing.logits.mean()
+
+
+def outputs_changed_in_place(rank: int) -> None:
+    """With their routing, too; and with outputs of another dtype."""
+    mesh, everyone = two_by_two(), init_device_mesh("cpu", (4,))
+    block = Block()
+    guild.distribute_experts(block, mesh["experts"])
+    fully_shard(block, mesh=everyone, ignored_params=expert_weights(block))
+    shard_layers(block, everyone, mesh["data"])
+    x = torch.randn(2, 3, 16)
+    block(x).sum().backward()
+    layer = guild.MoE(16, 8, 8, 2, shared_experts=1)
+    guild.distribute_experts(layer, mesh["experts"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    shard_layers(layer, everyone, mesh["data"], mp_policy=policy)
+    assert layer(x).dtype == torch.float32
+
+
+def groups_on_the_same_ranks(rank: int) -> None:
+    """Ranks that call layers of different groups, or go back through them in another order."""
+    x = torch.randn(5, 16, dtype=torch.float64)
+    groups = [guild.ExpertParallel(engine="nccl") for _ in range(2)]
+    layers = [guild.MoE(16, 8, 4, 2, expert_group=g, dtype=torch.float64) for g in groups]
+    with pytest.raises(ValueError, match=r"^expert_group: expected the same call .*ExpertParallel"):
+        layers[rank % 2](x)
+    groups = [guild.ExpertParallel(engine="nccl") for _ in range(2)]
+    layers = [guild.MoE(16, 8, 4, 2, expert_group=g, dtype=torch.float64) for g in groups]
+    outs = [layer(x) for layer in layers]
+    with pytest.raises(RuntimeError, match=r"^expert_group: expected every rank to run the same"):
+        outs[rank % 2].sum().backward()
+
+
+def sums_of_sequences_stay(rank: int) -> None:
+    layer = guild.MoE(16, 8, 4, 2, balance_over="sequence")
+    layer(torch.randn(3, 2, 16))
+    with pytest.raises(ValueError, match=r"^over_ranks: expected sums over the whole batch"):
+        layer.balance_sums.over_ranks()
+
+
+CHECKS = (
+    norm_of_sharded_parts_of_experts,
+    initial_values_of_shards,
+    outputs_changed_in_place,
+    groups_on_the_same_ranks,
+    sums_of_sequences_stay,
+)
