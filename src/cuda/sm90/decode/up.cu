@@ -29,7 +29,7 @@ int64_t tiles_of(UpProduct const& x, int rows) {
 // as long and reads weights a little faster. On an H200 (docs/measured/), one is faster
 //
 //   - in tiles of 64 rows, where experts have few rows of X each;
-//   - in tiles of 32 rows, where these are long, except where blocks choose among many experts;
+//   - in tiles of 32 rows, where these are long, except where blocks choose among some 256 experts;
 //   - where rows have medium length and tiles are few, so that pairs of blocks would crowd on some
 //     multiprocessors, or slightly more than two blocks each can take at once, so that a few blocks
 //     would end late, with a second tile;
@@ -38,7 +38,7 @@ int64_t tiles_of(UpProduct const& x, int rows) {
 // Blocks that choose a token's experts all begin at the same time and crowd less.
 template <DecodeShape shape, Major major, StaticActivation known>
 int blocks_at_once(UpProduct const& x, Queue const& queue) {
-  constexpr int64_t kLongRow = 3072, kMediumRow = 2048, kFewRowsEach = 3, kManyExperts = 128;
+  constexpr int64_t kLongRow = 3072, kMediumRow = 2048, kFewRowsEach = 3;
   if (queue.sms > 0 || !kCanBeAlone<shape, major, known>) return kAtOnce;
   if (major == Major::MN) return 1;
   double const tiles_each = double(tiles_of(x, shape.rows)) / double(multiprocessors(queue));
@@ -50,7 +50,8 @@ int blocks_at_once(UpProduct const& x, Queue const& queue) {
   bool const choosing = x.choice != nullptr;
   double const few = choosing ? 0.75 : 1.75, slightly_more = choosing ? 2.75 : 2.5;
   bool const unhidden = tiles_each <= few || (tiles_each > kAtOnce && tiles_each <= slightly_more);
-  bool const is_long = x.k > kLongRow && !(choosing && x.groups.groups > kManyExperts);
+  bool const among_256 = x.groups.groups > 192 && x.groups.groups <= 256;
+  bool const is_long = x.k > kLongRow && !(choosing && among_256);
   return is_long || (is_medium && unhidden) ? 1 : kAtOnce;
 }
 
