@@ -114,8 +114,6 @@ class _ExpertsWithSink(torch.autograd.Function):
         where = routing.offsets, routing.row_token, routing.row_score
         operands = Operands(x, dout, dh, a, *where)
         given = decided(ctx.parameters)
-        check = partial(expect_computable, ctx.sink, given, borrowed)
-        ctx.sink.take(given, check, gradient_steps(ctx.sink, given, ctx.flags, operands))
         dscores = None
         if want_scores:
             dscores = steps.score_gradient(parts, dout, a.shape[1], routing, weights)
@@ -123,6 +121,9 @@ class _ExpertsWithSink(torch.autograd.Function):
         dlow = steps.low_rank_gradients(
             x, dout, dh, a, t, u_up, u_down, routing, low, tuple(want_low)
         )
+        # Last, so that an error before it has added nothing to a main_grad.
+        check = partial(expect_computable, ctx.sink, given, borrowed)
+        ctx.sink.take(given, check, gradient_steps(ctx.sink, given, ctx.flags, operands))
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         own = (None,) * 4
         return *own, dx, dscores, dresidual, *(None,) * 5, *dlow, *nothing, *late
