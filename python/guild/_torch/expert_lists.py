@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -289,6 +289,11 @@ def stacked_like(weight: Tensor) -> Tensor:
     if weight.stride(1) >= weight.stride(2):
         return weight.new_empty(experts, rows, columns)
     return weight.new_empty(experts, columns, rows).mT
+
+
+def gradient_maker(lists: bool) -> Callable[[Tensor], Tensor]:
+    """What makes memory for a weight's gradient; lists: weights are views of uneven lists."""
+    return stacked_like if lists else torch.empty_like
 
 
 def stacked(value: object, dims: int = 2) -> object:

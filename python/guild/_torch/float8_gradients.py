@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guild._torch.expert_lists import stacked_like
+from guild._torch.expert_lists import gradient_maker
 from guild._torch.float8_formats import E4M3, blocks
 from guild._torch.float8_steps import Codes, DataGradients, Recipe, new_chunks
 from guild._torch.float8_weights import halves_of
@@ -139,7 +139,7 @@ def weight_gradients(
     wanted: whether up's, and down's; lists: weights are views of unevenly spaced lists.
     """
     w_up, w_gate, w_down = weights
-    like = stacked_like if lists else torch.empty_like
+    like = gradient_maker(lists)
     up = gate = down = None
     if wanted[0]:
         up, gate = like(w_up), None if w_gate is None else like(w_gate)

@@ -19,7 +19,7 @@ from guild._torch.autograd import (
     with_lists,
     without_lists,
 )
-from guild._torch.expert_lists import stacked_like
+from guild._torch.expert_lists import gradient_maker
 from guild._torch.float8_formats import E4M3, blocks
 from guild._torch.float8_gradients import bias_gradients, weight_gradients
 from guild._torch.float8_steps import (
@@ -201,7 +201,7 @@ def _backward_fake(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
     def like(tensor: Tensor | None, want: bool, make=torch.empty_like) -> Tensor:
         return _given(make(tensor) if want and tensor is not None else None, dout)
 
-    weight = stacked_like if lists else torch.empty_like
+    weight = gradient_maker(lists)
     rows = row_token.shape[0] if by_row else dout.shape[0]
     return (
         _given(dout.new_empty(rows, dout.shape[1]) if want_x else None, dout),

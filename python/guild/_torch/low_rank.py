@@ -30,7 +30,7 @@ from guild._torch.autograd import (
     with_lists,
     without_lists,
 )
-from guild._torch.expert_lists import stacked_like
+from guild._torch.expert_lists import gradient_maker
 from guild._torch.operators import LayerFlags, ops, score_dtype
 from guild._torch.row_routing import RowRouting
 from guild.activations import Activation
@@ -286,7 +286,7 @@ def _weight_gradients(x, dout, dh, a, routing, weights, flags, wanted):
     """dW and db; None where not wanted."""
     offsets, row_token, _, row_score, _ = routing
     dw_up = dw_gate = dw_down = db_up = db_down = None
-    like = stacked_like if weights.experts_at is not None else torch.empty_like
+    like = gradient_maker(lists=weights.experts_at is not None)
     if wanted[0] or wanted[1]:
         dw_up = like(weights.w_up)
         dw_gate = None if weights.w_gate is None else like(weights.w_gate)

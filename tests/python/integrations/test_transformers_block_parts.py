@@ -18,6 +18,7 @@ from guild.integrations.transformers import register, replace_moe_blocks  # noqa
 from guild.integrations.transformers.block_families import FAMILIES, BlockFamily  # noqa: E402
 from guild.integrations.transformers.block_trial import _tiny  # noqa: E402
 from models import KNOWN, SIZES, eager, expect_same, step, tokens  # noqa: E402
+from odd_modules import Rows  # noqa: E402
 from test_transformers_block_options import block_pair, on_guild, random_tokens  # noqa: E402
 from test_transformers_blocks import default_block, said  # noqa: E402
 
@@ -56,17 +57,6 @@ def shapes_given(block: nn.Module) -> dict[str, list[Size]]:
 # ---- outputs ------------------------------------------------------------------------------------
 
 
-class Returned(nn.Module):
-    """Shared experts of which only this is left."""
-
-    def __init__(self, made: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.made = made
-
-    def forward(self, x: Tensor) -> object:
-        return self.made(x)
-
-
 @pytest.mark.parametrize("name", ["DeepseekV3Config", "Qwen2MoeConfig"])
 @pytest.mark.parametrize(
     "made",
@@ -82,7 +72,7 @@ def test_shared_experts_may_return_anything(name: str, made: Callable | None) ->
     """That can be added to the others' output; an empty nn.Sequential returns its input."""
     own = block_pair(name, n_group=1, topk_group=1)[0]
     shared = "shared_expert" if hasattr(own, "shared_expert") else "shared_experts"
-    setattr(own, shared, nn.Sequential() if made is None else Returned(made))
+    setattr(own, shared, nn.Sequential() if made is None else Rows(made))
     ours, x = on_guild(own), random_tokens()
     assert error(output(ours, x), output(own, x)) < 1e-5
 

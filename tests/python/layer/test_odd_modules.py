@@ -16,6 +16,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import guild
+from odd_modules import Rows
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2
 
@@ -72,17 +73,6 @@ def test_pruned_bias_of_the_router(device: str) -> None:
     torch.testing.assert_close(routing.logits, wanted, rtol=0, atol=0)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), layer(x, return_routing=True)[0], rtol=0, atol=0)
-
-
-class Rows(nn.Module):
-    """A module that replaces shared experts."""
-
-    def __init__(self, rows: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rows(x)
 
 
 @pytest.mark.parametrize("grad", [True, False])
