@@ -4,8 +4,8 @@
 // otherwise only enqueues work on the queue's stream: no allocation, no synchronisation, no read
 // of device memory. All pointers are device pointers, but for copy_indices' `from`. They are
 // 16-byte aligned, and so is every row: H and I are multiples of 8. Gate and up have the same
-// contiguous dimension. There are at most 2^31 - 1024 rows, 2^30 in gradients of weights. Calls can
-// be captured in a CUDA graph, and results are deterministic.
+// contiguous dimension. There are at most 2^31 - 8192 rows, tokens and slots, and 2^30 rows in
+// gradients of weights. Calls can be captured in a CUDA graph, and results are deterministic.
 #pragma once
 #include "guild/error.h"
 #include "guild/float8.h"

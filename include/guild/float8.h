@@ -56,12 +56,12 @@ struct QuantizeWeights {
   DType dtype = DType::bfloat16;
   Float8 format = Float8::e4m3;
   ScaleKind scale = ScaleKind::exact;
-  ConstUpWeight w = {};    // (E, out, in); up with null data, or gate's: there is no second half
+  ConstUpWeight w = {};    // (E, out, in); up with null data: there is no second half
   Weight codes = {};       // (E, halves * out, in) out, `in` contiguous
   Weight transposed = {};  // (E, halves * out, in) out, `out` contiguous; null data: not wanted
   Scales scales = {};      // (E, halves * ceil(out / 128), ceil(in / 128)) out
 
-  int64_t halves() const { return w.up.data == nullptr || w.up.data == w.gate.data ? 1 : 2; }
+  int64_t halves() const { return w.up.data == nullptr ? 1 : 2; }
 };
 
 // D = A B^T + bias for groups of rows: A (M, K) with 1x128 scales, B (E, N, K) with 128x128 scales.

@@ -238,6 +238,8 @@ struct MoeForward {
 // with null data are not computed. With dh and a_scaled, and without dw_up and dw_down, it leaves
 // the weight gradients to MoeWeightGradients. It reads scores by row, where forward reads them by
 // slot: for every slot i that has a row, row_score[slot_row[i]] must be forward's slot_score[i].
+// Where routing has no slots, dout, x and dx have R rows; with row_score, dout is the gradient of
+// row_score[r] o[r], a product that forward left to its caller.
 struct MoeBackward {
   Sizes sizes = {};
   DType dtype = DType::bfloat16;

@@ -205,9 +205,10 @@ def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
     if fp8 is None or not fp8.cached:
         return fp8
     w_up, w_down = layer.w_up, layer.w_down
-    # Kept codes would become constants, or not exist at all. Those of a DTensor are not looked for;
-    # the class itself would take half a second to import.
-    if _is_only_noted() or hasattr(w_up, "to_local"):
+    # Kept codes would become constants, or not exist at all; replicas of nn.DataParallel, which run
+    # at the same time, would share them. Those of a DTensor are not looked for; the class itself
+    # would take half a second to import.
+    if _is_only_noted() or hasattr(w_up, "to_local") or getattr(layer, "_is_replica", False):
         return replace(fp8, cached=False)
     expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
     expect_device("w_down", w_down, w_up, "w_up")

@@ -156,12 +156,12 @@ class _Experts(torch.autograd.Function):
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
         given = parameters = decided(ctx.parameters)
-        biases = ()
-        if ctx.sink._takes_with_dh(*parameters[3:]):
+        biases = None, None
+        if not ctx.sink.delayed:  # the op that makes dH sums those of the biases, too
             biases = parameters[3:]
             parameters = *parameters[:3], None, None
         wanted = wanted_bits(want_x, want_scores, by_row=bool(routed))
-        with ctx.sink._targets(dout.dtype, 3, *(biases or (None, None))) as (biases, add):
+        with ctx.sink._targets(dout.dtype, 3, *biases, alike=True) as (biases, add):
             db = [bias and bias.tensor for bias in biases]
             dx, dscores, dh, a = ops.data_gradients(
                 dout, h, *rows, w_up, w_gate, w_down, b_down, *ctx.flags, wanted, *db, add, lists

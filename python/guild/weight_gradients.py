@@ -19,9 +19,6 @@ from guild._torch.expert_lists import Listed
 from guild._torch.gradient_targets import (
     distinct,
     expect_targets,
-    follows_contract,
-    main_grad_of,
-    meaningless_gradients,
     members,
     one_thread_writes,
     spread,
@@ -29,6 +26,7 @@ from guild._torch.gradient_targets import (
     targets,
     wanting,
 )
+from guild._torch.main_grad import follows_contract, meaningless_gradients
 
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
@@ -246,23 +244,15 @@ class WeightGradients:
         *parameters: Listed | None,
         later: list[_Step] | None = None,
         begun: bool = False,
+        alike: bool = False,
     ):
         """`targets` of consecutive parameters, named from the first one's place."""
         named = zip(_NAMES[first : first + len(parameters)], parameters, strict=True)
-        return targets(self.main_grad, dtype, *named, later=later, begun=begun)
+        return targets(self.main_grad, dtype, *named, later=later, begun=begun, alike=alike)
 
     def gradients_without_meaning(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """What autograd hands to parameters whose own gradients bypass it, mostly None."""
         return meaningless_gradients(parameters) if self.main_grad else [None] * len(parameters)
-
-    def _takes_with_dh(self, *biases: Listed | None) -> bool:
-        """Whether the op of the down gradient computes those of the biases, too, in one dtype."""
-        if self.delayed:
-            return False
-        if self.main_grad:
-            named = zip(_NAMES[3:], biases, strict=True)
-            return len({main_grad_of(n, t).dtype for n, b in named for t in wanting([b])}) < 2
-        return len({t.dtype for b in biases for t in members(b)}) < 2
 
 
 def _run(steps: list[_Step]) -> None:

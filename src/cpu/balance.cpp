@@ -15,7 +15,11 @@ namespace {
 template <class F>
 F shares_of(Score score, F const* logits, int64_t experts, F* p, F* softmax) {
   F top = -INFINITY, sum = 0, sum_of_exp = 0;
-  for (int64_t e = 0; e < experts; ++e) top = std::max(top, logits[e]);
+  bool nan = false;
+  for (int64_t e = 0; e < experts; ++e) {
+    top = std::max(top, logits[e]);
+    nan |= std::isnan(logits[e]);
+  }
   F const shift = weight_shift(score, top);
   for (int64_t e = 0; e < experts; ++e) {
     sum += p[e] = unscaled_weight(score, logits[e], shift);
@@ -23,7 +27,7 @@ F shares_of(Score score, F const* logits, int64_t experts, F* p, F* softmax) {
   }
   if (score != Score::softmax && sum == 0) sum = 1;  // all of them are 0
   for (int64_t e = 0; e < experts; ++e) p[e] /= sum, softmax[e] /= sum_of_exp;
-  return std::isinf(top) ? top : top + std::log(sum_of_exp);
+  return std::isinf(top) && !nan ? top : top + std::log(sum_of_exp);
 }
 
 template <class F>

@@ -182,6 +182,7 @@ void collect_token(Collect const& x, char const* returned, int64_t token) {
 }  // namespace
 
 void publish(Publish const& x) {
+  require_processor();
   check_call(x);
   PeerMemory const& m = x.memory;
   PeerLayout const layout = layout_of(m);
@@ -206,11 +207,13 @@ void publish(Publish const& x) {
 }
 
 void meet(Meet const& x) {
+  require_processor();
   check_call(x);
   Meeting(x).run();
 }
 
 void tables(Tables const& x) {
+  require_processor();
   check_call(x);
   PeerMemory const& m = x.memory;
   PeerLayout const layout = layout_of(m);
@@ -235,6 +238,7 @@ void tables(Tables const& x) {
 }
 
 void pull(Pull const& x) {
+  require_processor();
   check_call(x);
   PeerMemory const& m = x.memory;
   PeerLayout const layout = layout_of(m);
@@ -275,6 +279,7 @@ void collect(Collect const& x) {
 }
 
 void push_scores(PushScores const& x) {
+  require_processor();
   check_call(x);
   PeerMemory const& m = x.memory;
   PeerLayout const layout = layout_of(m);
@@ -289,6 +294,7 @@ void push_scores(PushScores const& x) {
 }
 
 void clear_scores(ReturnedScores const& x) {
+  require_processor();
   check_call(x);
   PeerLayout const layout = layout_of(x.memory);
   if (failed(layout, x.memory)) return;  // they stay NaN
@@ -297,6 +303,7 @@ void clear_scores(ReturnedScores const& x) {
 }
 
 void collect_scores(ReturnedScores const& x) {
+  require_processor();
   check_collected(x);
   check_peers(x.memory);
   PeerLayout const layout = layout_of(x.memory);

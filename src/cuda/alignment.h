@@ -57,8 +57,8 @@ inline void require_addressable(ConstRows const& rows, int64_t count, int64_t wi
   addressable_stride(count, row_stride(rows, width), name);
 }
 
-// Rows of a product: the last tile of 128 or 256 must end below 2^31.
-inline constexpr int64_t kMostProductRows = (int64_t(1) << 31) - 1024;
+// Rows, tokens and slots: kernels count up to 8,192 past the last one, which must be below 2^31.
+inline constexpr int64_t kMostCounted = (int64_t(1) << 31) - 8192;
 // Rows that a weight gradient sums over: clipped_map() addresses no more.
 inline constexpr int64_t kMostSummedRows = int64_t(1) << 30;
 inline void require_at_most(int64_t size, int64_t most, char const* name) {
@@ -77,7 +77,7 @@ inline void require_layer(Sizes const& sizes, DType dtype) {
   require_16_bit(dtype);
   require_whole_16_bytes(sizes.hidden, "hidden");
   require_whole_16_bytes(sizes.intermediate, "intermediate");
-  require_at_most(sizes.rows(), kMostProductRows, "rows");
+  require_at_most(sizes.rows(), kMostCounted, "rows");
 }
 
 }  // namespace guild::cuda

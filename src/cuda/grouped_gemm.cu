@@ -99,12 +99,12 @@ bool try_expert_product(GroupedGemm const& x, Groups const& groups, Queue queue)
 void grouped_gemm(GroupedGemm const& args, Queue queue) {
   check(args);
   require_16_bit(args.dtype);
-  require_at_most(args.n, kMostProductRows, "n");
-  require_at_most(args.k, args.ragged == Ragged::inner ? kMostSummedRows : kMostProductRows, "k");
+  require_at_most(args.n, kMostCounted, "n");
+  require_at_most(args.k, args.ragged == Ragged::inner ? kMostSummedRows : kMostCounted, "k");
   if (args.ragged == Ragged::none) {
-    require_at_most(args.m * args.groups, kMostProductRows, "groups * m");
+    require_at_most(args.m * args.groups, kMostCounted, "groups * m");
   } else {
-    require_at_most(args.m, kMostProductRows, "m");
+    require_at_most(args.m, kMostCounted, "m");
   }
   GroupedGemm x = args;
   if (x.ragged == Ragged::columns) {

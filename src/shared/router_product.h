@@ -31,12 +31,11 @@ inline constexpr RouterTile kRouterTiles[] = {
 // Up to this many experts the router can add the chunks itself.
 inline constexpr int64_t kMostSplitExperts = 512;
 
-// Whether the kernel for few tokens serves, whose tile is the first of kRouterTiles. It has a block
-// for each chunk, of which a launch takes so many.
+// Whether the kernel for few tokens serves, whose tile is the first of kRouterTiles. It has a
+// block along y for each chunk.
 constexpr bool few_for_router(int64_t tokens, int64_t hidden, int64_t experts) {
-  constexpr int64_t most_chunks = 65535;
   return tokens <= kRouterTiles[0].tokens && hidden % 64 == 0 && experts <= kMostSplitExperts &&
-         router_chunks(hidden) <= most_chunks;
+         router_chunks(hidden) <= kMostBlocksAlongY;
 }
 
 // Microseconds that the product is expected to take on an H200: the longest of the times that one

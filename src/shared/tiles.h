@@ -1,7 +1,8 @@
 // The output tiles of a ragged grouped GEMM. Pure index arithmetic: tested on the CPU.
 //
-// ends[e] is where group e ends along the ragged dimension and group e + 1 begins. Values are
-// clamped to [previous end, total], so that no input makes a kernel leave its buffers.
+// ends[e] is where group e ends along the ragged dimension and group e + 1 begins. The walks over
+// rows clamp values to [previous end, total], so that no input makes a kernel leave its buffers;
+// sums over rows clamp each to [0, total].
 #pragma once
 #include <cstdint>
 

@@ -158,7 +158,8 @@ Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activat
   bool const rides = dense && place.on_cuda() && !layer.transposed && has_rows(given.w.up) &&
                      has_rows(given.w.down) && cuda::fuses_shared_experts(layer.sizes);
   std::optional<RouterProduct> gate;
-  if (shared && shared->gate) gate.emplace(place, given.x, *shared->gate, std::nullopt);
+  if (shared && shared->gate)
+    gate.emplace(place, given.x, *shared->gate, std::nullopt, "shared_gate");
   Buffer const buffer(place, layer,
                       {.routes = true,
                        .router_bytes = product.workspace_bytes(),

@@ -57,6 +57,7 @@ void run_sorted(Place const& place, Layer const& layer, Routing const& routing, 
   MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace.data_ptr());
   f.h = {h.data_ptr(), 0};
   f.o = place.rows(o, "out", layer.dtype, {s.tokens, s.hidden});
+  clear_outside(place, o, routing.offsets, s.experts);
   place.run(cpu::moe_forward, cuda::moe_forward, f);
 }
 
@@ -124,7 +125,7 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
                                {interleaved, transposed, experts_at});
   Sizes const& s = layer.sizes;
   Routing const routing = routing_of(place, s, offsets);
-  Tensor o = sorted_rows(place, {s.tokens, s.hidden}, layer.dtype, routing.offsets, s.experts);
+  Tensor o = place.empty({s.tokens, s.hidden}, layer.dtype);
   Tensor h = place.empty({keep ? layer.sizes.tokens : 0, layer.width()}, layer.dtype);
   run_sorted(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, h, o);
   return {o, h};
@@ -151,7 +152,6 @@ void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w
                                  {"b_up", b_up},
                                  {"b_down", b_down},
                                  {"experts_at", experts_at}});
-  clear_outside(place, out, routing.offsets, s.experts);
   Tensor const nothing = place.empty({0, layer.width()}, layer.dtype);
   run_sorted(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
 }

@@ -62,15 +62,15 @@ struct RoutedProduct {
 }  // namespace
 
 RouterProduct::RouterProduct(Place const& place, Tensor const& x, Tensor const& weight,
-                             MaybeTensor const& bias)
+                             MaybeTensor const& bias, char const* name)
     : x_(x), weight_(weight), bias_(bias) {
   require_dims(x, "x", 2);
-  require_dims(weight, "router.weight", 2);
+  require_dims(weight, name, 2);
   args_.tokens = x.size(0);
   args_.hidden = x.size(1);
   args_.experts = weight.size(0);
   args_.dtype = dtype_of(x, "x");
-  place.typed(weight, "router.weight", args_.dtype, {args_.experts, args_.hidden});
+  place.typed(weight, name, args_.dtype, {args_.experts, args_.hidden});
   if (bias.has_value()) {
     args_.bias_dtype = dtype_of(*bias, "router.bias");
     if (args_.bias_dtype != score_dtype(args_.dtype)) args_.bias_dtype = args_.dtype;
@@ -81,7 +81,7 @@ RouterProduct::RouterProduct(Place const& place, Tensor const& x, Tensor const& 
   x_ = with_plain_rows(place, x);
   weight_ = with_plain_rows(place, weight);
   args_.x = place.rows(x_, "x", args_.dtype, {args_.tokens, args_.hidden});
-  args_.weight = place.rows(weight_, "router.weight", args_.dtype, {args_.experts, args_.hidden});
+  args_.weight = place.rows(weight_, name, args_.dtype, {args_.experts, args_.hidden});
 }
 
 RouteSizes RouterProduct::sizes(int64_t top_k) const {

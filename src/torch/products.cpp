@@ -69,8 +69,9 @@ Tensor expert_view(Tensor const& first, int64_t experts, int64_t stride) {
 Tensor expert_table(Tensor const& like, Tensor const& indices) {
   require_dims(indices, "indices", 2);
   int64_t const lists = indices.size(0), experts = indices.size(1);
-  int32_t const* const from =
-      Place(indices, "indices").indices(indices, "indices", {lists, experts});
+  Place const host(indices, "indices");
+  require(!host.on_cuda(), "indices: expected a CPU tensor");
+  int32_t const* const from = host.indices(indices, "indices", {lists, experts});
   Place const place(like, "like");
   Tensor table = place.empty_int32({lists, experts});
   place.copy_indices(from, lists * experts, static_cast<int32_t*>(table.data_ptr()));

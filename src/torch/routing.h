@@ -48,7 +48,8 @@ struct Routed {
 // it. In logits.cpp.
 class RouterProduct {
  public:
-  RouterProduct(Place const& place, Tensor const& x, Tensor const& weight, MaybeTensor const& bias);
+  RouterProduct(Place const& place, Tensor const& x, Tensor const& weight, MaybeTensor const& bias,
+                char const* name = "router.weight");
 
   RouteSizes sizes(int64_t top_k) const;
   int64_t workspace_bytes() const;

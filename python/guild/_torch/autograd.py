@@ -28,19 +28,23 @@ def rows_of(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_contiguous() else matrix.contiguous()
 
 
-def expect_one_backward(dout: Tensor | None) -> None:
-    """Raise in a backward with a graph, or of a batch of gradients, with `weight_gradients`."""
+def expect_one_backward(
+    dout: Tensor | None,
+    writer: str = "weight_gradients",
+    way_out: str = "leave weight_gradients out",
+) -> None:
+    """Raise in a backward with a graph, or of a batch of gradients, of what `writer` writes."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            "weight_gradients: expected backward without create_graph=True, because the gradients "
-            "that it writes have no graph; leave weight_gradients out"
+            f"{writer}: expected backward without create_graph=True, because the gradients that "
+            f"it writes have no graph; {way_out}"
         )
     if torch.compiler.is_compiling() or dout is None:
         return
     if torch._C._functorch.is_legacy_batchedtensor(dout):
         raise NotImplementedError(
-            "weight_gradients: expected backward of one gradient, without is_grads_batched=True, "
-            "because there is one place to write to; leave weight_gradients out"
+            f"{writer}: expected backward of one gradient, without is_grads_batched=True, because "
+            f"there is one place to write to; {way_out}"
         )
 
 

@@ -1,10 +1,5 @@
 """The tensors that weight gradients are written to: `.grad` or `main_grad` of a parameter, or of
 each in a list of one parameter per expert.
-
-Parameters may follow the contract of Megatron-Core and Transformer Engine for `main_grad`, given by
-attributes: `grad_added_to_main_grad` (set to True here; autograd hands the parameter a dummy
-gradient so that its hooks run), `zero_out_wgrad` (that dummy is zero), `overwrite_main_grad` (old
-contents are overwritten, not added to) and `get_main_grad()`.
 """
 
 from __future__ import annotations
@@ -17,13 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from guild._torch.checks import (
-    dtype_name,
-    expect_no_overlap,
-    expect_own_elements,
-    expect_tensor,
-    is_negated,
-)
+from guild._torch.checks import expect_no_overlap, expect_tensor, is_negated
 from guild._torch.expert_lists import (
     Listed,
     Placed,
@@ -32,6 +21,7 @@ from guild._torch.expert_lists import (
     say_copied,
     view_of,
 )
+from guild._torch.main_grad import main_grad_of
 
 
 def members(parameter: Listed | None) -> list[Tensor]:
@@ -102,59 +92,9 @@ def spread(name: str, suffix: str, tensors: dict[str, Tensor]) -> dict[str, Tens
     return {f"{name}{own}{suffix}": t for own, t in tensors.items()}
 
 
-# ---- the contract of main_grad ------------------------------------------------------------------
+# ---- targets ------------------------------------------------------------------------------------
 
-
-def follows_contract(parameter: Tensor) -> bool:
-    """Whether the parameter relies on being reached by autograd."""
-    return hasattr(parameter, "grad_added_to_main_grad")
-
-
-def meaningless_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """What autograd hands to parameters whose gradient is or will be in `main_grad`.
-
-    None for those that do not rely on it. Parameters of one shape share the memory, as nobody
-    reads it, or it is zero.
-    """
-    gradients: list[Tensor | None] = [None] * len(parameters)
-    alike: dict[tuple, list[int]] = {}
-    for i, parameter in enumerate(parameters):
-        if parameter.requires_grad and follows_contract(parameter):
-            parameter.grad_added_to_main_grad = True
-            zero = bool(getattr(parameter, "zero_out_wgrad", False))
-            kind = parameter.shape, parameter.stride(), parameter.dtype, zero
-            alike.setdefault(kind, []).append(i)
-    for (*_, zero), places in alike.items():
-        one = (torch.zeros_like if zero else torch.empty_like)(parameters[places[0]].detach())
-        # A view each, which autograd keeps uncopied.
-        for i, view in zip(places, one.expand(len(places), *one.shape).unbind(0), strict=True):
-            gradients[i] = view
-    return gradients
-
-
-def main_grad_of(name: str, parameter: Tensor) -> Tensor:
-    """The tensor to add to; ValueError if it is missing or does not fit."""
-    if hasattr(parameter, "get_main_grad"):
-        parameter.main_grad = parameter.get_main_grad()
-    main = getattr(parameter, "main_grad", None)
-    if type(main) is Tensor and main.dtype is torch.float32 and main.is_contiguous():
-        if (
-            main.shape == parameter.shape
-            and main.device == parameter.device
-            and not is_negated(main)
-        ):
-            return main  # the usual case, checked first as there may be hundreds
-    if not isinstance(main, Tensor):
-        raise ValueError(f"{name}.main_grad: expected a float32 tensor, got {main!r}")
-    if main.dtype not in (torch.float32, parameter.dtype) or main.shape != parameter.shape:
-        raise ValueError(
-            f"{name}.main_grad: expected float32 of shape {tuple(parameter.shape)}, got "
-            f"{dtype_name(main.dtype)} of shape {tuple(main.shape)}"
-        )
-    if main.device != parameter.device:
-        raise ValueError(f"{name}.main_grad: expected device {parameter.device}, got {main.device}")
-    expect_own_elements(f"{name}.main_grad", main)
-    return main
+_lock = threading.RLock()
 
 
 def grad_of(name: str, parameter: Tensor) -> Tensor | None:
@@ -165,6 +105,13 @@ def grad_of(name: str, parameter: Tensor) -> Tensor | None:
     expect_tensor(f"{name}.grad", grad)
     expect_no_overlap(f"{name}.grad", grad)
     return grad
+
+
+def grad_dtype_of(parameter: Tensor) -> torch.dtype:
+    """The dtype of the `.grad` to be made: torch's `grad_dtype`, where there is one."""
+    if torch.compiler.is_compiling():
+        return parameter.dtype
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None:
@@ -185,11 +132,6 @@ def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None
             main_grad_of(own, tensor)
 
 
-# ---- targets ------------------------------------------------------------------------------------
-
-_lock = threading.RLock()
-
-
 def one_thread_writes() -> AbstractContextManager:
     """Held while gradients are written, as several threads may run backward at the same time."""
     return nullcontext() if torch.compiler.is_compiling() else _lock
@@ -202,6 +144,7 @@ def targets(
     *named: tuple[str, Listed | None],
     later: list[Callable[[], None]] | None = None,
     begun: bool = False,
+    alike: bool = False,
 ) -> Iterator[tuple[list[Placed | None], bool]]:
     """Tensors for one op to write to, None where nothing is wanted, and whether it adds to them.
 
@@ -212,11 +155,12 @@ def targets(
 
     later: takes the calls that move the parts, instead; it is empty if the op writes in place.
     begun: another op has written part of these gradients, which are not to be overwritten.
+    alike: they all get one dtype.
     """
     if not wanting(parameter for _, parameter in named):
         yield [None] * len(named), False
         return
-    with one_thread_writes(), _opened(main_grad, dtype, named, later, begun) as found:
+    with one_thread_writes(), _opened(main_grad, dtype, named, later, begun, alike) as found:
         yield found
 
 
@@ -227,6 +171,7 @@ def _opened(
     named: Sequence[tuple[str, Listed | None]],
     later: list[Callable[[], None]] | None,
     begun: bool,
+    alike: bool,
 ) -> Iterator[tuple[list[Placed | None], bool]]:
     """`targets` of parameters of which one wants a gradient."""
     wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
@@ -242,6 +187,8 @@ def _opened(
     add = len(fresh) < len(existing)
     without = [t for _, _, ts in wanted for t in ts if existing[id(t)] is None]
     kinds = dtype, torch.float32
+    if alike:
+        kinds = _one_kind([p for _, p, ts in wanted if ts], existing, kinds)
     try:
         opened, puts = [], []
         for name, parameter, ts in wanted:
@@ -263,6 +210,30 @@ def _opened(
         raise
 
 
+def _one_kind(
+    parameters: Sequence[Listed], existing: dict, kinds: tuple[torch.dtype, ...]
+) -> tuple[torch.dtype, ...]:
+    """The dtype that all of the parameters' gradients can be written in."""
+    found = {_kind_of(t, existing) for p in parameters for t in members(p) if t.requires_grad}
+    apart = any(isinstance(p, Tensor) and not _is_writable(p, existing) for p in parameters)
+    return (*found,) if len(found) == 1 and found <= {*kinds} and not apart else (_widest(kinds),)
+
+
+def _widest(kinds: tuple[torch.dtype, ...]) -> torch.dtype:
+    return max(kinds, key=lambda kind: kind.itemsize)
+
+
+def _kind_of(t: Tensor, existing: dict) -> torch.dtype:
+    target = existing[id(t)]
+    return grad_dtype_of(t) if target is None else target.dtype
+
+
+def _is_writable(t: Tensor, existing: dict) -> bool:
+    """Whether an op can write where the gradient of t is, or is to be."""
+    one = t if existing[id(t)] is None else existing[id(t)]
+    return not is_negated(one) and _has_plain_rows(one)
+
+
 def _whole(
     name: str,
     t: Tensor,
@@ -272,13 +243,12 @@ def _whole(
     kinds: tuple[torch.dtype, ...],
 ) -> tuple[Placed, list[tuple[Tensor, Tensor]]]:
     """The target of a parameter, and where it is still to be moved."""
-    target = existing[id(t)]
-    one = t if target is None else target
-    if one.dtype not in kinds or is_negated(one) or not _has_plain_rows(one):
-        part = (torch.zeros if add else torch.empty)(t.shape, dtype=kinds[-1], device=t.device)
+    target, kind = existing[id(t)], _kind_of(t, existing)
+    if kind not in kinds or not _is_writable(t, existing):
+        part = (torch.zeros if add else torch.empty)(t.shape, dtype=_widest(kinds), device=t.device)
         return Placed(part), [(t, part)]
     if target is None:
-        target = t.grad = (torch.zeros_like if add else torch.empty_like)(t)
+        target = t.grad = (torch.zeros_like if add else torch.empty_like)(t, dtype=kind)
     elif add and id(t) in fresh:
         target.zero_()
     return Placed(target), []
@@ -295,11 +265,12 @@ def _listed(
     """The target of a list, and which of its parts are still to be moved where."""
     shape = (len(tensors), *tensors[0].shape)
     new = torch.zeros if add else torch.empty
-    dtype, device = tensors[0].dtype, tensors[0].device
+    device = tensors[0].device
     there = [existing[id(t)] for t in tensors if existing.get(id(t)) is not None]
-    alike = all(t.dtype in kinds for t in there or tensors[:1])
+    dtypes = [t.dtype for t in there] or [grad_dtype_of(t) for t in tensors]
+    dtype, alike = dtypes[0], all(d in kinds for d in dtypes)
     once = len({id(t) for t in tensors}) == len(tensors) and all(t.requires_grad for t in tensors)
-    if alike and once:
+    if alike and once and (there or len({*dtypes}) == 1):
         if not there:
             target = new(shape, dtype=dtype, device=device)
             for t, part in zip(tensors, target, strict=True):
@@ -310,8 +281,7 @@ def _listed(
             return found, []
     if there and len(shape) > 2:  # for a bias a copy costs next to nothing
         say_copied(f"{name}'s gradients")
-    dtype = there[0].dtype if there else dtype
-    target = new(shape, dtype=dtype if dtype in kinds else kinds[-1], device=device)
+    target = new(shape, dtype=dtype if dtype in kinds else _widest(kinds), device=device)
     wanted = [(t, part) for t, part in zip(tensors, target, strict=True) if t.requires_grad]
     return Placed(target), wanted
 
@@ -322,7 +292,7 @@ def _in_place(
     """The gradients of a list as one tensor; None if no view describes them."""
     for t in tensors:
         if existing[id(t)] is None:  # as some others have one, which are added to
-            existing[id(t)] = t.grad = torch.zeros_like(t)
+            existing[id(t)] = t.grad = torch.zeros_like(t, dtype=grad_dtype_of(t))
             fresh.discard(id(t))
     there = [existing[id(t)] for t in tensors]
     if not all(type(t) is Tensor and not is_negated(t) for t in there):
@@ -360,7 +330,7 @@ def _puts(
 def _put(tensor: Tensor, part: Tensor, main_grad: bool, fresh: bool) -> None:
     there = tensor.main_grad if main_grad else tensor.grad
     if there is None:
-        tensor.grad = part.to(tensor.dtype)
+        tensor.grad = part.to(grad_dtype_of(tensor))
     elif main_grad and fresh:
         there.copy_(part)
     else:

@@ -8,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 NAME = "libguild_torch.so"
 _OLDEST_TORCH = (2, 10)
@@ -77,14 +78,11 @@ def _translate_errors() -> None:
         if space == "guild" and "." not in op:
             packet = getattr(torch.ops.guild, op)
             for call in (packet, packet.default):
-                call._op = translated(call._op, lambda: torch.cuda.current_stream().query())
+                call._op = translated(call._op)
 
 
-def translated(op: Callable, raise_earlier_error: Callable[[], object]) -> Callable:
-    """The op, raising torch.OutOfMemoryError in place of the library's RuntimeError.
-
-    raise_earlier_error: called first, as an allocation also fails after a kernel that failed.
-    """
+def translated(op: Callable) -> Callable:
+    """The op, raising torch.OutOfMemoryError in place of the library's RuntimeError."""
 
     @wraps(op)
     def call(*args, **kwargs):
@@ -93,7 +91,14 @@ def translated(op: Callable, raise_earlier_error: Callable[[], object]) -> Calla
         except RuntimeError as error:
             if not str(error).startswith(_OUT_OF_MEMORY) or type(error) is not RuntimeError:
                 raise
-            raise_earlier_error()
+            _raise_earlier_errors(args, kwargs)
             raise torch.OutOfMemoryError(str(error)) from error
 
     return call
+
+
+def _raise_earlier_errors(*arguments: object) -> None:
+    """Raise the error of a kernel that failed on the arguments' GPU: allocations then fail, too."""
+    for argument in tree_leaves(arguments):
+        if isinstance(argument, torch.Tensor) and argument.is_cuda:
+            torch.cuda.current_stream(argument.device).query()

@@ -93,7 +93,7 @@ def distribute_experts(
         if not weights <= layer._parameters.keys():
             raise ValueError(
                 "module: expected layers whose experts are parameters, got one with a "
-                "parametrisation, pruning or weight_norm of them; add these afterwards"
+                "parametrisation, pruning or weight_norm of them"
             )
     parts = {weight: _part_of(weight, mesh) for weight in expert_weights(module)}
     for owner in module.modules():  # weights that are tied remain so

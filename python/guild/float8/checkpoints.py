@@ -77,7 +77,7 @@ def routed_experts_of_codes(given: RoutedArguments) -> tuple[Tensor, Tensor]:
 
 
 def expect_no_gradient(*given: object) -> None:
-    """Raise ValueError if one of these tensors, or one in a pair or list, wants a gradient."""
+    """Raise ValueError if one of these tensors, in a pair, list or Quantized, wants a gradient."""
     if torch.is_grad_enabled() and any(_wants_gradient(value) for value in given):
         raise ValueError(
             "w_up, w_down: quantised weights have no gradients and hand none on; call under "
@@ -88,6 +88,8 @@ def expect_no_gradient(*given: object) -> None:
 def _wants_gradient(value: object) -> bool:
     if isinstance(value, Tensor):
         return wants_gradient(value)
+    if isinstance(value, Quantized):
+        return _wants_gradient(value.scales)
     return type(value) in (tuple, list, ParameterList) and any(map(_wants_gradient, value))
 
 

@@ -5,6 +5,7 @@
 #include "cuda/float8/chunk_places.cuh"
 #include "cuda/float8/rescale.cuh"
 #include "cuda/float8/tile.cuh"
+#include "shared/gpu.h"
 
 namespace guild::cuda {
 namespace {
@@ -189,7 +190,7 @@ void launch(QuantizeChunks const& x, ChunkArgs const& args, Queue const& queue) 
       auto const kernel =
           aligned ? codes_kernel<true, format.value> : codes_kernel<false, format.value>;
       int64_t const across = x.halves * ((args.blocks + 1) / 2);
-      require(across <= 65535,
+      require(across <= kMostBlocksAlongY,
               "columns: expected at most 65,535 x 256 columns of codes on CUDA, got ",
               x.halves * x.columns);
       dim3 const grid(grid_of(x, 1), unsigned(across));

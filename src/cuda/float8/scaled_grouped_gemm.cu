@@ -12,7 +12,7 @@ void scaled_grouped_gemm(ScaledGroupedGemm const& x, Queue queue) {
   check(x);
   bool const is_float = x.out_dtype == DType::float32;
   require_codes_width(x.k, "k");
-  require_at_most(x.m, kMostProductRows, "m");
+  require_at_most(x.m, kMostCounted, "m");
   require_e4m3(x.b_format, "b_format");
   require_codes(x.a, "a");
   require_codes(x.b, x.groups, "b");

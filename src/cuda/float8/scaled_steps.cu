@@ -12,7 +12,7 @@ void require_sizes(Sizes const& s, DType dtype) {
   require_codes_width(s.hidden, "hidden");
   require_codes_width(s.intermediate, "intermediate");
   require_at_most(s.intermediate, int64_t(1) << 28, "intermediate");  // bytes of dH in 32 bits
-  require_at_most(s.rows(), kMostProductRows, "rows");
+  require_at_most(s.rows(), kMostCounted, "rows");
 }
 
 }  // namespace

@@ -19,11 +19,12 @@ struct LaneShares {
   float top, inverse;  // softmax_e = exp(logit_e - top) * inverse
   float logsumexp;
 
-  __device__ LaneShares(Score score, LaneLogits<S> const& logits) {
+  __device__ LaneShares(Score score, Seat<S> const& seat, LaneLogits<S> const& logits) {
     top = logits.top();
     float const sum_of_exp = logits.sum_of_exp(top);
     inverse = 1.f / sum_of_exp;
-    logsumexp = isinf(top) ? top : top + logf(sum_of_exp);
+    bool const nan = lanes_any(seat, any_nan(logits.value));
+    logsumexp = isinf(top) && !nan ? top : top + logf(sum_of_exp);
     float const shift = weight_shift(score, top);
     float sum = 0;
 #pragma unroll
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kRouterThreads, sums_at_once(S::per_lane)) bal
     bool const real = base + seat.token_in_block < end && counts_at_all(x.token_mask, token);
     LaneLogits<S> const logits(deal, seat,
                                static_cast<float const*>(x.logits.data) + token * stride);
-    LaneShares<S> const of(x.score, logits);
+    LaneShares<S> const of(x.score, seat, logits);
     if (!real) continue;  // after the last shuffle of this iteration
     square += of.logsumexp * of.logsumexp;
 #pragma unroll
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kRouterThreads) balance_gradient_kernel(Balanc
   if (seat.token - threadIdx.x % 32 / S::lanes >= x.tokens) return;  // the whole warp
   int64_t const token = min(seat.token, x.tokens - 1);
   LaneLogits<S> const logits(deal, seat, static_cast<float const*>(x.logits.data) + token * stride);
-  LaneShares<S> const of(x.score, logits);
+  LaneShares<S> const of(x.score, seat, logits);
   int64_t const sequence = token / (x.tokens / x.sequences);
   float const* const dp = static_cast<float const*>(x.dshares) + sequence * x.experts;
   float dot = 0;

@@ -92,7 +92,8 @@ inline GateParts gate_parts(RouterLogits const& x, int count) {
 struct TokenChoice {
   LogitParts parts;
   GateParts gate;
-  Route route;  // ids and scores: written by the kernel that chooses
+  Route route;     // ids and scores: written by the kernel that chooses
+  int64_t blocks;  // of the product, each of which has a multiprocessor to itself
 };
 
 // Multiplies, and leaves the choice to another kernel.
@@ -100,5 +101,8 @@ TokenChoice choice_of(RouterLogits const& product, Route const& route, Queue con
 
 // Multiplies into the workspace, or, where there is one part, into x.logits if these are given.
 LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue);
+
+// The blocks that it launches where few_for_router().
+int64_t blocks_of_few(RouterLogits const& x, Queue const& queue);
 
 }  // namespace guild::cuda

@@ -154,6 +154,7 @@ void round_tokens(TokenRounding const& x, Queue queue) {
   check(x);
   require(x.dtype == DType::float32, "logits: expected float32 on CUDA");
   require_routable(x.experts);
+  require_at_most(x.tokens, kMostCounted, "tokens");
   if (x.tokens == 0) {
     cuda_check(cudaMemsetAsync(x.token_offsets, 0, sizeof(int32_t), queue.stream),
                "clearing token_offsets");

@@ -107,11 +107,11 @@ __global__ void __launch_bounds__(RouteOfToken::kThreads) route_few_kernel(Route
   __shared__ RouteOfToken smem;
   let_next_start();
   wait_for_previous();
-  bool const nan = smem.find_keys<ranking>(x, parts, blockIdx.x, experts);
+  bool const unbounded = smem.find_keys<ranking>(x, parts, blockIdx.x, experts);
   if (threadIdx.x == RouteOfToken::kThreads - 1 && gate.score != nullptr) gate.write(blockIdx.x);
   if (threadIdx.x >= 32) return;
   smem.choose<ranking>(x.router, experts, int(x.top_k));
-  smem.write<ranking, true>(x, blockIdx.x, experts, nan);
+  smem.write<ranking, true>(x, blockIdx.x, experts, unbounded);
 }
 
 void route_few(Route const& x, LogitParts const& parts, GateParts const& gate, Queue const& queue) {
@@ -185,7 +185,8 @@ TokenChoice choice_of(RouterLogits const& product, Route const& route, Queue con
   Route const routed = checked_pair(product, route);
   LogitParts const parts = multiply_for_router(product, queue);
   bool const gated = product.gate.data != nullptr;
-  return {parts, gated ? gate_parts(product, parts.count) : GateParts{}, routed};
+  GateParts const gate = gated ? gate_parts(product, parts.count) : GateParts{};
+  return {parts, gate, routed, blocks_of_few(product, queue)};
 }
 
 void route_tokens(RouterLogits const& product, Route const& x, Queue queue) {

@@ -182,7 +182,8 @@ __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat
 // number `lane`; nan: whether one of the lane's logits is NaN.
 template <Ranking ranking, class S>
 __device__ void write_choices(Route const& x, Seat<S> const& seat, LaneLogits<S> const& logits,
-                              float const* row, uint32_t const* chosen, uint32_t order, bool nan) {
+                              float const* row, uint32_t const* chosen, uint32_t order,
+                              bool unbounded) {
   Router const& router = x.router;
   Score const kind = score_of<ranking>(router);
   bool const softmax = kind == Score::softmax, relative = weighs_relatively(router);
@@ -213,7 +214,7 @@ __device__ void write_choices(Route const& x, Seat<S> const& seat, LaneLogits<S>
       sum += unscaled_weight(kind, row[chosen[k]], shift);
     }
     factor = factor_of_sum(router, lanes_sum<S>(sum), factor);
-    if (softmax && lanes_any(seat, nan)) factor = NAN;
+    if (softmax && lanes_any(seat, unbounded)) factor = NAN;
   }
   if (seat.token >= x.tokens) return;
   bool const real = x.token_mask == nullptr || x.token_mask[seat.token] != 0;
@@ -243,9 +244,9 @@ __device__ void route_token(Route const& x, Deal const& deal, Seat<S> const& sea
                             float const* keys, uint32_t* chosen) {
   LaneLogits<S> const logits(deal, seat, row);
   uint32_t orders[S::per_lane];
-  bool const nan = any_nan(logits.value), full = deal.experts == S::experts;
+  bool const unbounded = any_unbounded(logits.value), full = deal.experts == S::experts;
   if (by_logit<ranking>(x)) {
-    orders_of(logits.value, logits.count, full && !nan, orders);
+    orders_of(logits.value, logits.count, full && !unbounded, orders);
   } else if (keys != nullptr) {
     LaneLogits<S> const key(deal, seat, keys);
     orders_of(key.value, key.count, full && !any_nan(key.value), orders);
@@ -256,7 +257,7 @@ __device__ void route_token(Route const& x, Deal const& deal, Seat<S> const& sea
   }
   uint32_t const order = choose<ranking>(x, deal, seat, logits.first, orders, chosen);
   __syncwarp();
-  write_choices<ranking>(x, seat, logits, row, chosen, order, nan);
+  write_choices<ranking>(x, seat, logits, row, chosen, order, unbounded);
 }
 
 }  // namespace guild::cuda

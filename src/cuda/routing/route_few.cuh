@@ -37,13 +37,14 @@ struct alignas(16) RouteOfToken {
   static __device__ int quads(int experts) { return (experts + 127) / 128; }
 
   // Writes logits and keys of all experts, and keys of 0 up to a whole number of quads per lane.
-  // Returns whether a logit is NaN. A rehearsal reads no memory but makes up logits, all different,
-  // since a choice among equal ones would execute other instructions.
+  // Returns whether a softmax of the logits is NaN: one is, or is +infinity. A rehearsal reads no
+  // memory but makes up logits, all different, since a choice among equal ones would execute other
+  // instructions.
   template <Ranking ranking>
   __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts,
                             bool rehearses = false) {
     int const e = 4 * int(threadIdx.x), count = min(4, experts - e);
-    bool nan = false;
+    bool unbounded = false;
     if (e < 128 * quads(experts)) {
       float bias[4] = {}, sum[4] = {};
       auto const* const biases = rehearses ? nullptr : static_cast<float const*>(x.selection_bias);
@@ -59,10 +60,10 @@ struct alignas(16) RouteOfToken {
         uint32_t const found =
             order_of(by_logit<ranking>(x) ? sum[i] : plain_key(x, sum[i], bias[i]));
         order[e + i] = i < count ? found : 0;
-        nan |= i < count && sum[i] != sum[i];
+        unbounded |= i < count && !(sum[i] < INFINITY);
       }
     }
-    return __syncthreads_or(nan) != 0;
+    return __syncthreads_or(unbounded) != 0;
   }
 
   // Writes the best experts of the token, in order, to chosen and key. Warp 0.
@@ -102,7 +103,7 @@ struct alignas(16) RouteOfToken {
   // Writes ids and weights of the chosen experts, one per lane. Warp 0. may_slope: whether slopes
   // may be wanted.
   template <Ranking ranking, bool may_slope>
-  __device__ void write(Route const& x, int64_t token, int experts, bool nan) const {
+  __device__ void write(Route const& x, int64_t token, int experts, bool unbounded) const {
     Router const& router = x.router;
     Score const kind = score_of<ranking>(router);
     bool const softmax = kind == Score::softmax, there = lane() < x.top_k;
@@ -119,7 +120,7 @@ struct alignas(16) RouteOfToken {
     if (there) weight = unscaled_weight(kind, value, shift);
     if (router.renormalize) {
       factor = factor_of_sum(router, lanes_sum<TokenShape<32, 2>>(weight), factor);
-      if (softmax && nan) factor = NAN;
+      if (softmax && unbounded) factor = NAN;
     }
     if (!there) return;
     bool const real = is_real(x, token);

@@ -78,6 +78,15 @@ __device__ bool lanes_any(Seat<S> const& seat, bool x) {
   return (__ballot_sync(~0u, x) & seat.mine()) != 0;
 }
 
+// Whether a softmax over the values is NaN: one of them is, or is +infinity.
+template <int count>
+__device__ bool any_unbounded(float const (&values)[count]) {
+  bool unbounded = false;
+#pragma unroll
+  for (float x : values) unbounded |= !(x < INFINITY);
+  return unbounded;
+}
+
 template <int count>
 __device__ bool any_nan(float const (&values)[count]) {
   bool nan = false;

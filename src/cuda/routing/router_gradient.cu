@@ -69,15 +69,19 @@ __device__ bool is_floored(RouterGradient const& x, Deal const& deal, Seat<S> co
   return lanes_sum<S>(sum) * factor < float(x.router.sum_floor);
 }
 
-// Subtracts p dot for every expert, for a softmax, where p depends on all logits.
+// Subtracts p dot for every expert, for a softmax, where p depends on all logits; nothing without
+// `wanted`, as p may be NaN. Called by whole warps.
 template <class S>
-__device__ void subtract_dense(Deal const& deal, Seat<S> const& seat, float const* row, float dot,
-                               float (&out)[S::per_lane]) {
+__device__ void subtract_dense(Deal const& deal, Seat<S> const& seat, float const* row, bool wanted,
+                               float dot, float (&out)[S::per_lane]) {
   LaneLogits<S> const logits(deal, seat, row);
   float const shift = logits.top();
   float const factor = 1.f / logits.sum_of_exp(shift);
 #pragma unroll
-  for (int i = 0; i < S::per_lane; ++i) out[i] -= expf(logits.value[i] - shift) * factor * dot;
+  for (int i = 0; i < S::per_lane; ++i) {
+    float const dense = expf(logits.value[i] - shift) * factor * dot;
+    if (wanted) out[i] -= dense;
+  }
 }
 
 template <class S, class T>
@@ -150,7 +154,7 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
   for (int i = 0; i < S::per_lane; ++i) out[i] = sparse[lane * S::per_lane + i];
   if (x.router.score == Score::softmax && x.logits.data != nullptr) {
     // Padding's logits may be NaN.
-    subtract_dense(deal, seat, row, any && !renormalized ? dot : 0.f, out);
+    subtract_dense(deal, seat, row, any && !renormalized, dot, out);
 #pragma unroll
     for (float& v : out) v = any ? v : 0.f;
   }
@@ -164,6 +168,7 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
 void router_gradient(RouterGradient const& x, Queue queue) {
   check(x);
   require(x.dtype == DType::float32, "dtype: expected float32 on CUDA");
+  require_at_most(slot_count(x), kMostCounted, "slots");
   if (x.tokens == 0) return;
   int64_t const stride = row_stride(x.logits, x.experts);
   int64_t const out_stride = row_stride(x.dlogits, x.experts);

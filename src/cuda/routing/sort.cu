@@ -358,6 +358,7 @@ void require_runnable(Sort const& x) {
   require(x.scores == nullptr || x.score_dtype == DType::float32,
           "score_dtype: expected float32 on CUDA");
   require_routable(x.experts);
+  require_at_most(slot_count(x), kMostCounted, "slots");
 }
 
 void sort_by_expert(Sort const& x, Queue queue) {

@@ -127,6 +127,7 @@ int cluster_size(BiasGradient const& x, int64_t clusters) {
 void bias_gradient(BiasGradient const& x, Queue queue) {
   check(x);
   require_16_bit(x.dtype);
+  require_at_most(x.rows, kMostCounted, "rows");
   int64_t const stride = row_stride(x.m, x.width);
   bool const aligned =
       x.width % 8 == 0 && stride % 8 == 0 && reinterpret_cast<uintptr_t>(x.m.data) % 16 == 0;

@@ -16,6 +16,7 @@
 #include "cuda/rows/combine.h"
 #include "cuda/shared_memory.h"
 #include "cuda/warp.cuh"
+#include "shared/gpu.h"
 #include "shared/routing.h"
 #include "shared/tiles.h"
 
@@ -60,8 +61,7 @@ __device__ void add(Eight& sum, float factor, Eight const& x) {
 
 constexpr int kThreads = 256;
 constexpr int64_t kFewTokens = 64;
-constexpr int64_t kMostParts = 65535;  // blocks of a launch along y
-constexpr int kAtOnce = 8;             // rows that a thread loads before it adds them
+constexpr int kAtOnce = 8;  // rows that a thread loads before it adds them
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
@@ -285,7 +285,7 @@ void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue)
   if (x.router.dlogits.data == nullptr) {
     // A token's columns are split over blocks only where tokens are few.
     int64_t const passes = ceil_div(s.hidden, kThreads * 8);
-    int64_t const parts = s.tokens <= kFewTokens ? std::min(passes, kMostParts) : 1;
+    int64_t const parts = s.tokens <= kFewTokens ? std::min(passes, kMostBlocksAlongY) : 1;
     int const threads = threads_of(s.hidden, passes);
     cuda_check(launch_kernel(combine_kernel<T>,
                              {.blocks = dim3(unsigned(s.tokens), unsigned(parts)),
@@ -320,6 +320,7 @@ void require_runnable(Combine const& x) {
   check(x);
   require_16_bit(x.dtype);
   require_whole_16_bytes(x.sizes.hidden, "hidden");
+  require_at_most(x.sizes.slot_count(), kMostCounted, "slots");
   require_aligned(x.y, "y");
   require_aligned(x.residual, "residual");
   require_aligned(x.router.weight, "router.weight");

@@ -33,7 +33,7 @@ void expect_layer(WrongOnCuda<Args> const& wrong, Args const& wide) {
   wrong.narrow(wide);
   wrong.hidden();
   wrong.intermediate();
-  wrong.expect("rows: expected at most 2147482624 on CUDA, got 2147483647",
+  wrong.expect("rows: expected at most 2147475456 on CUDA, got 2147483647",
                [](Args& x) { x.sizes.slots = (int64_t(1) << 31) - 1; });
 }
 
@@ -101,6 +101,8 @@ TEST(CheckOnCuda, Combine) {
   wrong.rows("o", &Combine::o);
   wrong.rows("residual", &Combine::residual);
   wrong.rows("router.weight", weight);
+  wrong.expect("slots: expected at most 2147475456 on CUDA, got 2147483647",
+               [](Combine& x) { x.sizes.tokens = (int64_t(1) << 31) - 1, x.sizes.top_k = 1; });
 }
 
 TEST(CheckOnCuda, Gradients) {
@@ -150,12 +152,15 @@ TEST(CheckOnCuda, WeightGradients) {
   down.rows("a", &DownWeightGradient::a);
   BiasGradient wide = calls.db();
   wide.dtype = wide.db_dtype = DType::float32;
-  WrongOnCuda<BiasGradient>(calls.db(), cuda::bias_gradient).narrow(wide);
+  WrongOnCuda<BiasGradient> const bias(calls.db(), cuda::bias_gradient);
+  bias.narrow(wide);
+  bias.expect("rows: expected at most 2147475456 on CUDA, got 2147483647",
+              [](BiasGradient& x) { x.rows = (int64_t(1) << 31) - 1; });
   GroupedGemm wide_product = calls.gemm();
   wide_product.dtype = wide_product.out_dtype = DType::float32;
   WrongOnCuda<GroupedGemm> const product(calls.gemm(), cuda::grouped_gemm);
   product.narrow(wide_product);
-  product.expect("groups * m: expected at most 2147482624 on CUDA, got 4294967296",
+  product.expect("groups * m: expected at most 2147475456 on CUDA, got 4294967296",
                  [](GroupedGemm& x) {
                    x.ragged = GroupedGemm::Ragged::none, x.offsets = nullptr;
                    x.m = int64_t(1) << 20, x.groups = 4096;
@@ -190,6 +195,14 @@ TEST(CheckOnCuda, Routing) {
   sort.expect("score_dtype: expected float32 on CUDA",
               [](auto& x) { x.score_dtype = DType::float64; });
   sort.expect(few, too_many);
+  auto const many_tokens = [](auto& x) { x.tokens = (int64_t(1) << 31) - 1, x.top_k = 1; };
+  char const* const many = "slots: expected at most 2147475456 on CUDA, got 2147483647";
+  sort.expect(many, many_tokens);
+  gradient.expect(many, many_tokens);
+  rounding.expect("tokens: expected at most 2147475456 on CUDA, got 2147483647", [=](auto& x) {
+    many_tokens(x);
+    x.tile = 1;
+  });
 }
 
 constexpr char const* kWideScores = "score_bytes: expected 4 on CUDA, got 8";

@@ -180,7 +180,7 @@ TEST(CheckFloat8, ScaledGroupedGemm) {
   wrong.expect("b: expected K contiguous, got stride 8", [](G& x) { x.b = {x.b.data, 128, 1, 8}; });
   expect_scales(wrong, "b_scales", &G::b_scales);
   // Of four rows, and of two matrices, of one block each.
-  wrong.expect_on_cuda("m: expected at most 2147482624 on CUDA, got 2147483647",
+  wrong.expect_on_cuda("m: expected at most 2147475456 on CUDA, got 2147483647",
                        [](G& x) { x.m = (int64_t(1) << 31) - 1; });
   wrong.expect_on_cuda(text_of("a_scales", kFarScales, "(1, 2147483648, 1)"),
                        [](G& x) { x.a_scales.row_stride = int64_t(1) << 31; });
@@ -225,7 +225,7 @@ TEST(CheckFloat8, ScaledUp) {
     x.sizes.intermediate = intermediate, x.sizes.slots = slots;
     x.a_scales.row_stride = 1, x.a_scales.col_stride = slots;
   };
-  wrong.expect_on_cuda("rows: expected at most 2147482624 on CUDA, got 2147483647",
+  wrong.expect_on_cuda("rows: expected at most 2147475456 on CUDA, got 2147483647",
                        [=](U& x) { widen(x, 16, (int64_t(1) << 31) - 1); });
   wrong.expect_on_cuda("intermediate: expected at most 268435456 on CUDA, got 268435472",
                        [=](U& x) { widen(x, (int64_t(1) << 28) + 16, 8); });

@@ -82,6 +82,17 @@ def test_like_linear_layers(device: str, bias: bool, as_tensor: bool) -> None:
         torch.testing.assert_close(parameter.grad, gradients[name], **close(device))
 
 
+def test_batched_gradients_are_refused(device: str) -> None:
+    layer = make(device, delay_wgrad_compute=True)
+    x = rows_for(layer)
+    out = layer(x, SPLITS)
+    many = torch.ones(3, *out.shape, device=device, dtype=out.dtype)
+    with pytest.raises(NotImplementedError, match=r"GroupedLinear: .* without is_grads_batched"):
+        torch.autograd.grad(out, x, many, is_grads_batched=True)
+    layer.backward_dw()  # there is nothing to compute
+    assert layer.weight0.grad is None
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_elsewhere_or_later(device: str, fused: bool, delayed: bool) -> None:

@@ -157,6 +157,14 @@ def test_biases_of_codes_may_be_lists(device: str) -> None:
         guild.routed_experts(*given, pair, down)
 
 
+def test_scales_that_want_a_gradient_are_refused(device: str) -> None:
+    layer = make_layer(CASE, ACTIVATIONS["swiglu"], torch.bfloat16, device)
+    gate, up, down = (guild.quantize_weights(w) for w in (layer.gate, layer.up, layer.down))
+    gate = gate._replace(scales=gate.scales.clone().requires_grad_())
+    with pytest.raises(ValueError, match="quantised weights have no gradients"):
+        guild.routed_experts(layer.x.detach(), layer.ids, layer.scores, (gate, up), down)
+
+
 def test_gradients_of_outer_transforms_are_refused(device: str) -> None:
     """The innermost level of torch.func does not know that an outer one differentiates x."""
     layer = make_layer(CASE, ACTIVATIONS["swiglu"], torch.bfloat16, device)

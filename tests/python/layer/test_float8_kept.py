@@ -126,6 +126,15 @@ def test_other_tensors_become_the_weights(how: str, device: str) -> None:
     expect_near_bf16(layer, x, layer(x))
 
 
+def test_replicas_of_data_parallel(device: str) -> None:
+    """They run at the same time, so the layer's codes are none of theirs."""
+    layer, x = layer_of(device), tokens_of(device)
+    out, codes, replica = layer(x), layer._fp8_weights.codes, layer._replicate_for_data_parallel()
+    replica.w_up, replica.w_down = layer.w_up.detach().clone(), layer.w_down.detach() / 2
+    torch.testing.assert_close(2 * replica(x), out)
+    assert layer._fp8_weights.codes is codes
+
+
 @pytest.mark.parametrize("changed", ["order", "size"])
 def test_another_layout(changed: str, device: str) -> None:
     layer, x = layer_of(device), tokens_of(device)

@@ -38,6 +38,7 @@ def push_lists(r: SimpleNamespace, slots: int) -> None:
 
 
 FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False, False)
+ROUTER = (2, 0, True, 1.0, 1, 1, 0.0, 0)  # top_k, score, renormalize, scale, groups, ...
 
 RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
     "w_up": (
@@ -215,6 +216,13 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
             r.x, r.a, r.offsets, None, torch.zeros_like(r.up), False, False
         ),
         r"w_down: expected shape \(4, 32, 16\), got \(4, 32, 32\)",
+    ),
+    "shared_gate": (
+        lambda r: ops.infer_layer(
+            *(r.x, r.up[0, :4], None, None, None, r.up[0], r.down[0], None, r.x[:1, :8]),
+            *(r.up, r.down, None, None, torch.tensor([*FLAGS, *ROUTER], dtype=torch.float64)),
+        ),
+        r"shared_gate: expected shape \(1, 32\), got \(1, 8\)",
     ),
     "fewer slots than rows": (
         lambda r: push_lists(r, 5),

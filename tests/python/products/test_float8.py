@@ -94,6 +94,19 @@ def test_gated_weights_of_any_layout_become_one(shape, element, dtype, device):
         _same(got.scales.cpu(), scales, f"scales of layout {i}")
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_gate_and_up_that_begin_at_one_address(listed, device):
+    """The same weight twice, or lists whose matrices lie in the same memory in another order."""
+    torch.manual_seed(6)
+    one, other = torch.randn(2, 64, 72, device=device).bfloat16()
+    gate, up = ([one, other], [other, one]) if listed else (one[None], one[None])
+    got = guild.quantize_weights((gate, up))
+    apart = [torch.stack([*w]).clone() for w in (gate, up)]
+    want = guild.quantize_weights(tuple(apart))
+    _same(got.codes.float().cpu(), want.codes.float().cpu(), "codes")
+    _same(got.scales.cpu(), want.scales.cpu(), "scales")
+
+
 def _dequantised(codes, scales, rows):
     tall = scales.double().repeat_interleave(rows, -2).repeat_interleave(128, -1)
     return codes.double() * tall[..., : codes.shape[-2], : codes.shape[-1]]

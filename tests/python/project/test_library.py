@@ -102,7 +102,7 @@ def test_failed_allocations_on_a_gpu() -> None:
     def op(message: str) -> None:
         raise RuntimeError(message)
 
-    call = library.translated(op, lambda: None)
+    call = library.translated(op)
     with pytest.raises(torch.OutOfMemoryError, match="could not allocate a tensor of shape"):
         call("CUDA out of memory: torch could not allocate a tensor of shape (3,) on cuda:0")
     with pytest.raises(RuntimeError, match="x: expected") as caught:

@@ -46,6 +46,14 @@ def test_infinite_logits(device: str) -> None:
     assert torch.isposinf(guild.balance_sums(nothing, ids[:1], score="sigmoid").squares).all()
 
 
+@pytest.mark.parametrize("others", [float("nan"), float("inf"), float("-inf"), 0.0])
+def test_logsumexp_of_nan(others: float, device: str) -> None:
+    """NaN, as in torch.logsumexp, whatever else there is."""
+    logits = torch.tensor([[float("nan"), others, others]], device=device)
+    ids = torch.tensor([[1]], device=device, dtype=torch.int32)
+    assert guild.balance_sums(logits, ids, score="sigmoid").squares.isnan().all()
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(
     "tokens, experts, top_k, sequences",

@@ -116,6 +116,26 @@ def test_adversarial_logits(part: int, device: str) -> None:
         assert torch.equal(scores.detach().view(torch.int32), again[1].view(torch.int32)), index
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 5000])
+def test_infinite_logits_behind_a_bias(tokens: int, device: str) -> None:
+    """A softmax of an infinite logit is NaN, even where its expert is not among the chosen."""
+    logits = torch.tensor([0, 1, 2, torch.inf], device=device).repeat(tokens, 1)
+    bias = torch.zeros(4, device=device)
+    for renormalize in (False, True):
+        _, scores = guild.route(logits, 2, selection_bias=bias, renormalize=renormalize)
+        assert scores.isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 5000])
+def test_gradients_of_nan_logits_with_a_floor(tokens: int, device: str) -> None:
+    """Experts that were not chosen get no gradient where the weights are relative."""
+    row = torch.tensor([0, 1, torch.nan, 3], device=device)
+    logits = row.repeat(tokens, 1).requires_grad_()
+    ids, scores = guild.route(logits, 2, sum_floor=0.01)
+    (found,) = torch.autograd.grad(scores.sum(), logits)
+    assert ids[0].tolist() == [3, 1] and (found[:, 0] == 0).all()
+
+
 def test_tiny_weights() -> None:
     """p below the square root of the smallest number; on the CPU, whose exp is its own."""
     logits = torch.tensor([[-88.0, -90.0, -200.0]])

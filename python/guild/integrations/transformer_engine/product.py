@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from guild import WeightGradients, grouped_mm
-from guild._torch.autograd import rows_of
+from guild._torch.autograd import expect_one_backward, rows_of
 from guild._torch.expert_lists import joined, table_of
 from guild._torch.gradient_targets import decided, expect_targets, targets, wanting
 from guild._torch.gradients import bias_gradient, starts
@@ -71,11 +71,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "GroupedLinear: expected backward without create_graph=True where its weight "
-                "gradients are accumulated or delayed"
-            )
+        way_out = "set neither fuse_wgrad_accumulation nor delay_wgrad_compute"
+        expect_one_backward(dout, "GroupedLinear", way_out)
         ctx.versions.expect_unchanged()
         if ctx.weight.held is not None:
             ctx.weight.held.expect_unchanged()

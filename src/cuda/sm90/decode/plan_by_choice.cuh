@@ -22,8 +22,9 @@ __device__ inline void prefetch_biases(Route const& route) {
 
 // From layer to layer no instruction stays in a multiprocessor's caches, and fetching them one by
 // one takes longer than choosing. So a block that has to wait for the router's product
-// rehearses: it executes the same instructions on made-up logits and discards the result. Choices
-// among more experts than this are not rehearsed, since that gains nothing (docs/measured/).
+// rehearses: it executes the same instructions on made-up logits and discards the result. Blocks
+// that begin when the product ends do not, nor do any that choose among more experts than this,
+// since that gains nothing (docs/measured/).
 inline constexpr int64_t kMostRehearsed = 256;
 
 // The choice of a token's experts and the plan made from it, in the same memory. sort_in_warp()
@@ -52,11 +53,11 @@ __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sor
   bool const first = warp_index() == 0, writes = !rehearses && blockIdx.x + 1 == gridDim.x;
   if (!rehearses) wait_for_previous();
   if (!rehearses && !writes) let_next_start();
-  bool const nan = router.find_keys<ranking>(route, choice.parts, 0, experts, rehearses);
+  bool const unbounded = router.find_keys<ranking>(route, choice.parts, 0, experts, rehearses);
   if (first) router.choose<ranking>(route.router, experts, top_k);
   __syncthreads();
   if (writes && first) {
-    router.write<ranking, false>(route, 0, experts, nan);
+    router.write<ranking, false>(route, 0, experts, unbounded);
     if (lane == 0 && choice.gate.score != nullptr) choice.gate.write(0);
     __threadfence();
     __syncwarp();

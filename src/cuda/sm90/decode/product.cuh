@@ -57,6 +57,7 @@ struct DecodeProduct {
     bool halves;                  // part[1] has the same rows of up; else the rows that follow
     int across, rows, k;          // tiles side by side; rows of X and of the results
     int stages;                   // of the ring
+    int rehearsing;               // the first blocks, so many, rehearse a choice
     // Whether the weights and the plan's input were complete when the previous kernel let this one
     // start.
     bool early;
@@ -329,7 +330,7 @@ struct DecodeProduct {
     __syncthreads();  // while kernels before still run
     if constexpr (kChooses) {
       prefetch_biases(p.choice.route);
-      bool rehearses = p.choice.route.experts <= kMostRehearsed;
+      bool rehearses = int(blockIdx.x) < p.rehearsing;
       // One copy of the instructions serves both passes.
 #pragma unroll 1
       for (;; rehearses = false) {

@@ -29,7 +29,7 @@ int64_t tiles_of(UpProduct const& x, int rows) {
 // as long and reads weights a little faster. On an H200 (docs/measured/), one is faster
 //
 //   - in tiles of 64 rows, where experts have few rows of X each;
-//   - in tiles of 32 rows, where these are long, except where blocks choose among some 256 experts;
+//   - in tiles of 32 rows, where these are long;
 //   - where rows have medium length and tiles are few, so that pairs of blocks would crowd on some
 //     multiprocessors, or slightly more than two blocks each can take at once, so that a few blocks
 //     would end late, with a second tile;
@@ -50,9 +50,14 @@ int blocks_at_once(UpProduct const& x, Queue const& queue) {
   bool const choosing = x.choice != nullptr;
   double const few = choosing ? 0.75 : 1.75, slightly_more = choosing ? 2.75 : 2.5;
   bool const unhidden = tiles_each <= few || (tiles_each > kAtOnce && tiles_each <= slightly_more);
-  bool const among_256 = x.groups.groups > 192 && x.groups.groups <= 256;
-  bool const is_long = x.k > kLongRow && !(choosing && among_256);
-  return is_long || (is_medium && unhidden) ? 1 : kAtOnce;
+  return x.k > kLongRow || (is_medium && unhidden) ? 1 : kAtOnce;
+}
+
+// The blocks that rehearse their choice, in a launch of `at_once` on each multiprocessor: those
+// that find room while the router's product runs. Each of its blocks takes the place of one.
+int rehearsing_blocks(TokenChoice const& choice, int at_once, Queue const& queue) {
+  if (choice.route.experts > kMostRehearsed) return 0;
+  return int(std::max<int64_t>(0, at_once * multiprocessors(queue) - choice.blocks));
 }
 
 // at_once: as of DecodeProduct.
@@ -65,7 +70,10 @@ void launch_with_ring(UpProduct const& x, int blocks, Queue const& queue) {
   typename Product::Params p{};
   p.plan.groups = x.groups;
   if (x.sort != nullptr) p.plan.sort = *x.sort, p.plan.writes = true;
-  if constexpr (chooses(from)) p.choice = *x.choice;
+  if constexpr (chooses(from)) {
+    p.choice = *x.choice;
+    p.rehearsing = rehearsing_blocks(p.choice, blocks, queue);
+  }
   p.weight = weight_source<Product, T, major>(x.w[0], x.w[1], x.groups.groups, columns, x.k, halves,
                                               "w_up");
   for (int i = 0; i < 2; ++i) p.expert_at[i] = x.w[i].expert_at;

@@ -55,6 +55,12 @@ int64_t tiles_of(RouterLogits const& x, int experts) {
   return ceil_div(x.experts, experts) + (x.gate.data != nullptr);
 }
 
+// The experts of a block of few tokens. Each block takes a multiprocessor to itself, so there are
+// no more of them than multiprocessors, if possible.
+int experts_of_block(RouterLogits const& x, Queue const& queue) {
+  return tiles_of(x, 16) * router_chunks(x.hidden) <= multiprocessors(queue) ? 16 : 32;
+}
+
 template <class Product>
 void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Queue const& queue) {
   typename Product::Params p = few_router_params<Product>(x);
@@ -73,11 +79,9 @@ void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Que
              "launch of the router's product");
 }
 
-// Each block takes a whole multiprocessor, so the experts are divided among no more blocks than
-// there are multiprocessors, if possible.
 template <class T, bool biased>
 void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Queue const& queue) {
-  if (tiles_of(x, 16) * to.count <= multiprocessors(queue)) {
+  if (experts_of_block(x, queue) == 16) {
     launch_few<RouterProductOfFew<T, 16, biased>>(x, to, stride, queue);
   } else {
     launch_few<RouterProductOfFew<T, 32, biased>>(x, to, stride, queue);
@@ -130,6 +134,10 @@ LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue) {
   with_type(x.dtype,
             [&](auto element) { launch_tile<decltype(element)>(tile, x, to, stride, queue); });
   return to;
+}
+
+int64_t blocks_of_few(RouterLogits const& x, Queue const& queue) {
+  return tiles_of(x, experts_of_block(x, queue)) * router_chunks(x.hidden);
 }
 
 void router_logits(RouterLogits const& x, Queue queue) {
