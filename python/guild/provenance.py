@@ -16,7 +16,9 @@ MOST_THREADS = 4096
 
 
 def commit() -> str | None:
-    """Commit of Guild's sources, with "+changes" if they were edited; None where it is not known.
+    """Commit of Guild's sources, or None where it is not known.
+
+    With "+changes" if they were edited since, "+unknown" if git cannot say.
 
     The environment variable GUILD_COMMIT goes first, for copies without git; then the commit that
     an installed wheel records, then the checkout's.
@@ -35,8 +37,16 @@ def commit() -> str | None:
             # Without locks, so as not to block another git command of the user's.
             status = ("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
             edited = _output("git", "-C", top, *status)
-            return head + ("+changes" if edited else "")
+            return head + ("+unknown" if edited is None else "+changes" if edited else "")
     return None
+
+
+def short_commit(full: str | None) -> str:
+    """The first seven digits of what `commit` returns, and what it says of changes."""
+    if full is None:
+        return "unknown"
+    digits, plus, changes = full.partition("+")
+    return digits[:7] + plus + changes
 
 
 def processor_name() -> str:

@@ -36,6 +36,16 @@ def noting(
         note_failure(case, name, error, console)
 
 
+@contextmanager
+def skipping(skipped: dict[str, str], name: str, console: Console) -> Iterator[None]:
+    """Note that there was too little memory inside, for what is called `name`."""
+    try:
+        yield
+    except OUT_OF_MEMORY as error:
+        skipped[name] = str(error).strip().splitlines()[0]
+        console.print(f"[red]{escape(name)}:[/] {escape(skipped[name])}")
+
+
 def _title(case: dict[str, Any]) -> str:
     """Shape and routing, and at decode the number of tokens and what is timed."""
     parts = [case["name"], f"{case['routing']} routing"]

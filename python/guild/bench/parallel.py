@@ -157,7 +157,10 @@ def measure_parallel(
     groups = _groups(engine, device, {"max_tokens": most, "capacity": capacity})
     group = next(iter(groups.values()))
     record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
-    record |= {"ranks": group.size, "routing": routing, "rounds": rounds, "capacity": capacity}
+    record |= {"ranks": group.size, "routing": routing}
+    record["capacity"] = capacity if "peer" in groups else None
+    record |= {"dtype": str(dtype).removeprefix("torch."), "seed": seed}
+    record |= {"rounds": rounds, "seconds_per_round": seconds}
     reasons = {name: why_not(name, device) for name in beside}
     record["skipped"] = {name: reason for name, reason in reasons.items() if reason}
     beside = [name for name in beside if not reasons[name]]

@@ -21,7 +21,7 @@ from guild.bench.names import (
     SONICMOE,
 )
 from guild.bench.presets import CPU_SHAPES, DECODE_PRESETS, NAMED, PRESETS, Shape, parse_shape
-from guild.bench.problem import DECODE_ROUTINGS, ROUTINGS
+from guild.bench.problem import DECODE_ROUTINGS, ROUTINGS, expect_room, expect_routable
 from guild.bench.sweep import CPU_RANGES, GPU_RANGES, random_shapes
 from guild.provenance import pick_device
 
@@ -104,9 +104,13 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
     dtype = _DTYPES[name if args.dtype == "auto" else args.dtype]
     if args.fp8 and dtype == torch.float32:
         raise ValueError("dtype: expected bfloat16 or float16 with --fp8, got float32")
-    swept = args.sweep is not None
+    shapes = _shapes(args, on_gpu) if args.sweep is None else _sweep(args, device, dtype)
+    for shape in shapes.values():  # before the first one is measured
+        expect_routable(shape)
+        if not on_gpu and not args.decode:
+            expect_room(shape, dtype)
     return BenchPlan(
-        shapes=_sweep(args, device, dtype) if swept else _shapes(args, on_gpu),
+        shapes=shapes,
         routings=_routings(args),
         candidates=_candidates(args, device),
         device=device,

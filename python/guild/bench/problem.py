@@ -156,7 +156,7 @@ def make_problems(
     """
     expect_routable(shape)
     if device.type == "cpu":
-        _check_memory(shape, dtype)
+        expect_room(shape, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     given = weights_of or [None] * _set_count(shape, dtype, device)
     form = weights_of[0].form if weights_of else form or LayerForm()
@@ -233,7 +233,8 @@ def _set_count(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
     return min(_ROTATED_SETS, 1 + 2 * cache // _bytes_per_set(shape, dtype))
 
 
-def _check_memory(shape: Shape, dtype: torch.dtype) -> None:
+def expect_room(shape: Shape, dtype: torch.dtype) -> None:
+    """Raise ValueError if the machine has not enough memory for problems of this shape."""
     # Weights, their gradients and the bound's results; rows of the plain layer counted six times.
     t, h, i, _, k = shape
     needed = 3 * _bytes_per_set(shape, dtype) + 6 * t * k * (h + 2 * i) * dtype.itemsize

@@ -13,6 +13,7 @@ from rich.table import Table
 from guild.bench.form import form_words
 from guild.bench.names import PASSES, SONICMOE, TITLES
 from guild.bench.tables.by_mode import table_of
+from guild.provenance import short_commit
 
 _TITLES = {"compiled": "torch", "plain": "plain PyTorch", "eager": "torch eager"}
 _SONICMOE = f"{TITLES[SONICMOE]} / Guild"
@@ -21,10 +22,11 @@ _SONICMOE = f"{TITLES[SONICMOE]} / Guild"
 def report(record: dict[str, Any]) -> str:
     """The record's source and its tables, in Markdown."""
     driver = "" if record["driver"] is None else f"driver {record['driver']}, "
+    timed = f": medians of {record['rounds']} interleaved rounds"
     source = (
         f"{record['device']}, {driver}torch {record['torch']}, "
         f"{record['dtype']}{form_words(record)}, {record['date'][:10]}, commit "
-        f"{(record['commit'] or 'unknown')[:7]}: medians of {record['rounds']} interleaved rounds."
+        f"{short_commit(record['commit'])}{'' if record['mode'] == 'memory' else timed}."
     )
     if record["mode"] == "layers":
         tables = [short_table(record), full_table(record)]

@@ -52,6 +52,8 @@ def run_train(args: argparse.Namespace) -> int:
     settings, plan = plan_run(typed)
     if plan.fsdp:
         return _train_on_ranks(settings, plan, typed, console)
+    if plan.device.type == "cuda" and plan.device.index is not None:
+        torch.cuda.set_device(plan.device)  # for the sample's CUDA graph
     with RunFolder(plan.out).claimed():
         return _train(settings, plan, typed, console)
 

@@ -27,7 +27,7 @@ def mean_loss(rows: Rows, moe: str, last: int) -> float:
 
 
 def tokens_per_second(rows: Rows, moe: str, tokens_per_step: int) -> float:
-    """Median over the steps; the first round, which warms up and compiles, hardly affects it."""
+    """Median over the steps."""
     return tokens_per_step / statistics.median(row["seconds"] for row in steps_of(rows, moe))
 
 
@@ -38,9 +38,14 @@ def loss_differences(rows: Rows, layers: tuple[str, str]) -> list[float]:
 
 
 def comparison(
-    rows: Rows, tokens_per_step: int, layers: tuple[str, str] = ("guild", "plain")
+    rows: Rows,
+    tokens_per_step: int,
+    layers: tuple[str, str] = ("guild", "plain"),
+    timed: Rows | None = None,
 ) -> dict[str, Any]:
     """Speeds, their ratio and the agreement of the two curves.
+
+    timed: the rows that speeds are of; by default all.
 
     Returns
     -------
@@ -48,7 +53,8 @@ def comparison(
         `step_time_ratio` is the median over the steps of the first layer's time over the second's,
         its spread the first and the third quartile; times in milliseconds, losses in nats per byte.
     """
-    ours, theirs = (steps_of(rows, moe) for moe in layers)
+    timed = rows if timed is None else timed
+    ours, theirs = (steps_of(timed, moe) for moe in layers)
     first, second = layers
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(ours, theirs, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
@@ -56,8 +62,8 @@ def comparison(
     return {
         f"{first}_step_ms": 1e3 * statistics.median(row["seconds"] for row in ours),
         f"{second}_step_ms": 1e3 * statistics.median(row["seconds"] for row in theirs),
-        f"{first}_tokens_per_second": tokens_per_second(rows, first, tokens_per_step),
-        f"{second}_tokens_per_second": tokens_per_second(rows, second, tokens_per_step),
+        f"{first}_tokens_per_second": tokens_per_second(timed, first, tokens_per_step),
+        f"{second}_tokens_per_second": tokens_per_second(timed, second, tokens_per_step),
         "step_time_ratio": statistics.median(ratios),
         "step_time_ratio_quartiles": [quartiles[0], quartiles[2]],
         "largest_loss_difference": max(early),

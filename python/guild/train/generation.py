@@ -68,8 +68,8 @@ class Sampling(NamedTuple):
         if self.temperature == 0:
             return logits.argmax(-1)
         if self.top_k:
-            least = logits.topk(self.top_k, -1).values[..., -1:]
-            logits = logits.masked_fill(logits < least, -math.inf)
+            best = logits.topk(self.top_k, -1)  # in 16 bits some tie with the last of them
+            logits = torch.full_like(logits, -math.inf).scatter(-1, best.indices, best.values)
         # However low the temperature, the largest logit stays 0, and the others become -inf.
         below = (logits - logits.amax(-1, keepdim=True)).double()
         return (below / self.temperature + noise).argmax(-1)

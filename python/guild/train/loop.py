@@ -111,6 +111,7 @@ class Training:
         self.settings, self.plan, self.console = settings, plan, console
         self.folder = run_folder(plan.out)
         self.step = self.rounds = 0  # rounds: of this call
+        self._begun = 0  # the step that this call went on from
         self.saved: int | None = None  # step of the last checkpoint
         self._told: set[str] = set()  # learners whose steps are no CUDA graph
         state = self.folder.load_checkpoint() if plan.resume else None
@@ -124,7 +125,7 @@ class Training:
             with written_by_one():
                 self._say_moved(self.folder.start())
         else:
-            self.step = self.saved = state["step"]
+            self.step = self.saved = self._begun = state["step"]
             for learner in self.learners:
                 learner.load(state["learners"][learner.name])
             with written_by_one():
@@ -264,11 +265,20 @@ class Training:
             highlight=False,
         )
 
+    def _timed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of this call, on this machine, after its first round; all if there are none."""
+        after = self._begun + self.plan.first_steps
+        for first in (after, self._begun):
+            if timed := [row for row in rows if row["step"] > first and "loss" in row]:
+                return timed
+        return rows
+
     def _finish(self) -> dict[str, Any]:
         sample = self._sample()
         if not writes():  # the rank that writes has all that follows
             return {}
         rows, validation = self.folder.rows(), self._validation(is_last=True)
+        timed = self._timed(rows)
         main, s = self.learners[0], self.settings
         last = steps_of(rows, main.name)[-FINAL_STEPS:]
         steps = [[row["step"] for row in steps_of(rows, name)] for name in self.plan.layers]
@@ -285,7 +295,7 @@ class Training:
             "final_train_loss_is": f"mean of the last {len(last)} steps, nats per byte",
             "final_validation_loss": validation[main.name],
             "final_validation_loss_is": f"{windows} held-out windows of {s.context} bytes",
-            "tokens_per_second": tokens_per_second(rows, main.name, s.tokens_per_step),
+            "tokens_per_second": tokens_per_second(timed, main.name, s.tokens_per_step),
             "training_seconds": sum(row["seconds"] for row in steps_of(rows, main.name)),
             "busiest_expert_over_mean": sum(max(row["load"]) for row in last) / len(last),
             "moe": main.name,
@@ -301,12 +311,13 @@ class Training:
             },
             "prompt": PROMPT.decode(),
             "sample": sample,
-            **speed_summary(steps_of(rows, main.name)),
+            **speed_summary(steps_of(timed, main.name)),
         }
         if len(self.learners) > 1:
             first, second = self.plan.layers
             summary["compare"] = {
-                **comparison(rows, s.tokens_per_step, (first, second)),
+                **comparison(rows, s.tokens_per_step, (first, second), timed),
+                f"{second}_cuda_graph": self.learners[1].steps.captured,
                 f"{second}_train_loss": mean_loss(rows, second, FINAL_STEPS),
                 f"{second}_validation_loss": validation[second],
             }

@@ -49,8 +49,18 @@ def joined(device: torch.device) -> Iterator[None]:
 
 
 def device_of_rank(device: torch.device) -> torch.device:
-    """The GPU of this rank, where GPUs are wanted."""
-    if device.type != "cuda" or device.index is not None:
+    """The GPU of this rank, where GPUs are wanted.
+
+    Raises
+    ------
+    ValueError
+        If one GPU is asked for, and there are several ranks.
+    """
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        if local_ranks() > 1:
+            raise ValueError(f"device: expected cuda, so that each rank has its own, got {device}")
         return device
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 

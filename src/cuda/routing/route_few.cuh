@@ -38,8 +38,8 @@ struct alignas(16) RouteOfToken {
 
   // Writes logits and keys of all experts, and keys of 0 up to a whole number of quads per lane.
   // Returns whether a softmax of the logits is NaN: one is, or is +infinity. A rehearsal reads no
-  // memory but makes up logits, all different, since a choice among equal ones would execute other
-  // instructions.
+  // memory but makes up logits: all different, the best of them in a lane each, since a choice
+  // among equal ones, or of many by one lane, would execute other instructions.
   template <Ranking ranking>
   __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts,
                             bool rehearses = false) {
@@ -55,7 +55,7 @@ struct alignas(16) RouteOfToken {
       if (!rehearses) parts.sum_of_neighbours(token * experts + e, count, sum);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (rehearses) sum[i] = float(-e - i) / 64;
+        if (rehearses) sum[i] = float(-e) / 64 - float(8 * i);
         logit[e + i] = sum[i];
         uint32_t const found =
             order_of(by_logit<ranking>(x) ? sum[i] : plain_key(x, sum[i], bias[i]));

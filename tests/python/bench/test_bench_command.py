@@ -78,6 +78,16 @@ def test_impossible_folder(
     expect_refusal([*words, "--out", out.format(tmp=tmp_path)], message, capsys)
 
 
+@pytest.mark.parametrize("mode", [[], ["--memory"], ["--rounding"], ["--fp8"], ["--decode"]])
+def test_shapes_are_checked_before_the_first_is_measured(
+    mode: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    words = ["bench", *mode, "--device", "cpu", "--thiek", "64,64,32,4,2"]
+    assert main([*words, "--thiek", "64,8,32,16,2"]) == 2
+    message = "guild bench: thiek: expected hidden of at least experts = 16, got 8\n"
+    assert capsys.readouterr() == ("", message)
+
+
 def test_nothing_is_left_of_the_trial(tmp_path: Path) -> None:
     make_folder(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []

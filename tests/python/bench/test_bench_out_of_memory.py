@@ -149,6 +149,21 @@ def test_inputs_out_of_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
     quiet().print(table(record))
 
 
+@pytest.mark.parametrize("name", ["make_weights", "make_layers", "expected_output"])
+def test_decode_inputs_out_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = getattr(bench_decode, name), []
+
+    def full(*args: Any, **options: Any) -> Any:
+        asked.append(args)
+        return out_of_memory() if len(asked) == 1 else real(*args, **options)
+
+    monkeypatch.setattr(bench_decode, name, full)
+    record = bench_decode.measure_decode(plan_of("decode"), quiet())
+    (case,) = record["cases"]
+    assert case["name"] == "second" and list(record["skipped"].values()) == [MESSAGE]
+    quiet().print(decode_table(record))
+
+
 def test_layers_of_the_shape_before_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a shape's case, such as its steps, is in memory when the next one is made."""
     monkeypatch.setattr(bench_float8, "why_not", lambda *_: "not wanted here")

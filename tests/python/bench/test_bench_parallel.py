@@ -104,6 +104,8 @@ def test_wrong_options(
     for words, text in (
         ("--thiek 1,2", "thiek: expected five numbers"),
         ("--thiek 64,16,8,4,2", "64,16,8,4,2: expected a multiple of 3 experts"),
+        ("--thiek 64,16,8,6,3", "64,16,8,6,3: expected at least top_k = 3 experts a rank, got 2"),
+        ("--capacity 1.5 --engine nccl", "capacity: expected none with --engine nccl"),
         ("--thiek 64,16,8,33,2", "thiek: expected hidden of at least experts = 33, got 16"),
         ("--thiek 64,16,8,6,2", "device: 'cuda:0' asked for, this machine has 0 GPUs"),
         ("--rounds 0", "rounds: expected at least 1, got 0"),

@@ -113,8 +113,15 @@ def test_report_of_every_mode(
     assert main(["bench", "--report", str(file)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n| ") >= 2 and "commit" in printed
+    assert ("interleaved rounds" in printed) == ("--memory" not in mode)
     assert main(["bench", "--report", str(file), "--out", str(tmp_path)]) == 2
     assert "out: expected a record of layers or decode to draw" in capsys.readouterr().err
+
+
+def test_report_says_that_sources_were_edited() -> None:
+    record = json.loads(RECORDED[0].read_text())
+    assert "commit 0123456+changes" in report({**record, "commit": "0123456789+changes"})
+    assert "commit unknown" in report({**record, "commit": None})
 
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)

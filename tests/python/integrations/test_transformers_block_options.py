@@ -55,6 +55,15 @@ def on_guild(block: nn.Module) -> nn.Module:
     return holder[0]
 
 
+def test_random_state_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are tried on the CPU: no GPU is reseeded, and the CPU's state comes back."""
+    model = eager("MixtralConfig", router_jitter_noise=0.1)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("reseeded"))
+    before = torch.get_rng_state()
+    assert replace_moe_blocks(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def results(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Outputs and all gradients."""
     torch.manual_seed(1)

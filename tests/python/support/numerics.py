@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import guild
-from guild.provenance import commit
+from guild.provenance import commit, short_commit
 from layers import ACTIVATIONS, Case, Layer, make_layer
 from op_steps import Steps
 from oracle.experts import halves
@@ -143,7 +143,7 @@ def source(options: argparse.Namespace) -> str:
     return (
         f"{options.dtype}, {options.activation}, T, H, I, E, K = "
         f"{options.sizes.replace(',', ', ')}; {where}, torch {torch.__version__}, "
-        f"{datetime.date.today()}, commit {(commit() or 'unknown')[:7]}."
+        f"{datetime.date.today()}, commit {short_commit(commit())}."
     )
 
 

@@ -109,6 +109,13 @@ def test_seed_temperature_and_top_k() -> None:
     assert text(temperature=1e-4, seed=1) == text(temperature=0.0) == text(top_k=1, seed=2)
 
 
+def test_no_more_bytes_than_top_k() -> None:
+    """Equal logits, as 16 bits bring about, are no reason to choose among more."""
+    logits, noise = torch.zeros(200, 256), Sampling(temperature=1.0, seed=5).noise(200)
+    chosen = Sampling(temperature=1.0, top_k=3).choose(logits, noise)
+    assert len(chosen.unique()) == 3
+
+
 def test_choices_follow_the_softmax() -> None:
     """Choices come from the most likely bytes, at the temperature; frequencies over many draws."""
     logits = torch.full((256,), -20.0)

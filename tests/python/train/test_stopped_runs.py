@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 from torch import nn
 
 from guild.train.interrupt import INTERRUPTED, StopRequest
+from guild.train.run_folder import RunFolder
 from short_runs import call_train
 from training import small_settings, train
 
@@ -53,6 +55,16 @@ def test_diverged_run_keeps_its_last_checkpoint(
     after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert "NaN" not in after.pop("metrics.jsonl").decode()
     assert after == {name: before[name] for name in after} and "checkpoint.pt" in after
+
+
+def test_speed_is_that_of_the_last_call(corpus: Path, tmp_path: Path) -> None:
+    """A run that goes on, perhaps elsewhere, does not count earlier steps as its own."""
+    train(small_settings(steps=8), tmp_path, corpus)
+    folder = RunFolder(tmp_path)
+    rows = [{**row, "seconds": 1e6} if "seconds" in row else row for row in folder.rows()]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, summary = train(small_settings(steps=16), tmp_path, corpus, resume=True)
+    assert summary["tokens_per_second"] > 1 and summary["training_seconds"] > 8e6 - 1
 
 
 def test_stopped_before_its_first_step(corpus: Path, tmp_path: Path) -> None:

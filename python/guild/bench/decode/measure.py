@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from guild.bench.decode.layers import (
     make_weights,
 )
 from guild.bench.decode.rates import Rates, measured_rates
-from guild.bench.failures import note_failure, noting
+from guild.bench.failures import note_failure, noting, skipping
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 from guild.bench.problem import Weights
@@ -59,27 +59,33 @@ def measure_decode(plan: BenchPlan, console: Console) -> dict[str, Any]:
     -------
     dict
         The record: provenance, settings, and a case for every shape, routing, number of tokens and
-        part ("experts", "layer"), with its work, floor, errors and figures.
+        part ("experts", "layer"), with its work, floor, errors and figures; `skipped` says which
+        found too little memory.
     """
     peers = {file.stem: peer_of(file) for file in plan.peers}
     cases: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
     for name, shape in plan.shapes.items():
         with console.status(f"{name}: measuring the machine") as status:
             rates, machine = measured_rates(plan.dtype, plan.device)
             free_memory(plan.device)
             status.update(f"{name}: making weights")
             generator = torch.Generator(plan.device).manual_seed(plan.seed)
-            weights = make_weights(shape, plan.form, plan.dtype, plan.device, generator)
-            for routing in plan.routings:
-                for tokens in plan.tokens or (shape.tokens,):
-                    status.update(f"{name}, {routing} routing: {tokens} tokens")
-                    case = {"name": name, "shape": shape._replace(tokens=tokens)._asdict()}
-                    case |= {"routing": routing, "machine": machine}
+            weights: list[Weights] = []
+            with skipping(skipped, name, console):
+                weights = make_weights(shape, plan.form, plan.dtype, plan.device, generator)
+            for routing, tokens in product(plan.routings, plan.tokens or (shape.tokens,)):
+                if not weights:
+                    break
+                status.update(f"{name}, {routing} routing: {tokens} tokens")
+                case = {"name": name, "shape": shape._replace(tokens=tokens)._asdict()}
+                case |= {"routing": routing, "machine": machine}
+                with skipping(skipped, f"{name}, {routing} routing, {tokens} tokens", console):
                     cases += _measure_tokens(case, weights, rates, peers, generator, plan, console)
             del weights
             free_memory(plan.device)
     add_changes(cases)
-    return {**record_head(plan), "mode": "decode", "cases": cases}
+    return {**record_head(plan), "mode": "decode", "cases": cases, "skipped": skipped}
 
 
 @torch.inference_mode()

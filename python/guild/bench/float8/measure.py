@@ -242,7 +242,7 @@ def _with_weights(
     times: dict[tuple[str, str], list[float]], taken: dict[str, dict[str, list[float]]], name: str
 ) -> list[float] | None:
     """Both passes and the quantisation of weights; None where either was not timed."""
-    weights = times.get(("weights", name), times.get(_WEIGHTS))
+    weights = times.get(_WEIGHTS if name in RECIPES else ("weights", name))
     if name == "bf16" or name not in taken or weights is None:
         return None
     return _sums(taken[name]["both"], weights)

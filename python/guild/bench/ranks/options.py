@@ -78,6 +78,11 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
             raise ValueError(
                 f"{name}: expected a multiple of {ranks} experts (ranks), got {shape.experts}"
             )
+        if shape.experts // ranks < shape.top_k:  # the layer alone has a rank's experts
+            raise ValueError(
+                f"{name}: expected at least top_k = {shape.top_k} experts a rank, got "
+                f"{shape.experts // ranks}"
+            )
     return shapes
 
 
@@ -112,6 +117,8 @@ def expect_valid(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}: expected a positive number, got {value}")
+    if args.capacity is not None and args.engine not in ("auto", "peer", "both"):
+        raise ValueError(f"capacity: expected none with --engine {args.engine}, which has none")
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         raise ValueError(
             "expected to be started by torchrun, as in torchrun --nproc-per-node 2 -m "

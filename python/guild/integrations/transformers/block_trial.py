@@ -37,7 +37,7 @@ def _difference(family: BlockFamily, block: nn.Module, replace: Callable[[nn.Mod
     try:
         with torch.random.fork_rng(devices=[]), silence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.manual_seed(0)
+            _seed(0)
             theirs = _tiny(family, block)
             ours = copy.deepcopy(theirs)
             replace(ours)
@@ -53,6 +53,11 @@ def _difference(family: BlockFamily, block: nn.Module, replace: Callable[[nn.Mod
         if not _close(found[name], value, noise):
             return f"its class computes another {name}"
     return ""
+
+
+def _seed(seed: int) -> None:
+    """Seed the CPU alone: torch.manual_seed() would also reseed every GPU, for good."""
+    torch.default_generator.manual_seed(seed)
 
 
 def _tiny(family: BlockFamily, block: nn.Module) -> nn.Module:
@@ -96,7 +101,7 @@ def _results(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def _step(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Outputs by their place, what the block leaves in its input, and all gradients."""
-    torch.manual_seed(1)  # for Mixtral's noise
+    _seed(1)  # for Mixtral's noise
     block.zero_grad()
     x = x.clone().requires_grad_()
     given = x * 1  # some blocks change their input in place, which a leaf does not allow

@@ -22,10 +22,7 @@ __device__ inline void prefetch_biases(Route const& route) {
 
 // From layer to layer no instruction stays in a multiprocessor's caches, and fetching them one by
 // one takes longer than choosing. So a block that has to wait for the router's product
-// rehearses: it executes the same instructions on made-up logits and discards the result. Blocks
-// that begin when the product ends do not, nor do any that choose among more experts than this,
-// since that gains nothing (docs/measured/).
-inline constexpr int64_t kMostRehearsed = 256;
+// rehearses: it executes the same instructions on made-up logits and discards the result.
 
 // The choice of a token's experts and the plan made from it, in the same memory. sort_in_warp()
 // overwrites nothing that RouteOfToken::write() reads, so a warp can still write the choice while

@@ -18,6 +18,9 @@ template <DecodeShape shape, Major major, StaticActivation known>
 constexpr bool kCanBeAlone =
     major == Major::MN ? known == kGptOss : shape.rows == 32 || shape.rows == 64;
 
+// The most experts of a choice that takes a block little time.
+constexpr int64_t kShortChoice = 256;
+
 // How many tiles of so many rows of the weights there are if each expert's tokens fit in one.
 int64_t tiles_of(UpProduct const& x, int rows) {
   int const outputs = x.pairing == Pairing::none ? 1 : 2;  // for each activation
@@ -35,7 +38,8 @@ int64_t tiles_of(UpProduct const& x, int rows) {
 //     would end late, with a second tile;
 //   - for gpt-oss's own layout.
 //
-// Blocks that choose a token's experts all begin at the same time and crowd less.
+// Blocks that choose a token's experts all begin at the same time and crowd less; the longer the
+// choice, the more one of two gains from the other's rehearsal.
 template <DecodeShape shape, Major major, StaticActivation known>
 int blocks_at_once(UpProduct const& x, Queue const& queue) {
   constexpr int64_t kLongRow = 3072, kMediumRow = 2048, kFewRowsEach = 3;
@@ -48,16 +52,20 @@ int blocks_at_once(UpProduct const& x, Queue const& queue) {
     return few_rows || (is_medium && tiles_each <= 1) ? 1 : kAtOnce;
   }
   bool const choosing = x.choice != nullptr;
-  double const few = choosing ? 0.75 : 1.75, slightly_more = choosing ? 2.75 : 2.5;
+  double const few = choosing ? 0.75 : 1.75;
+  double const slightly_more = !choosing ? 2.5 : x.groups.groups <= kShortChoice ? 2.75 : kAtOnce;
   bool const unhidden = tiles_each <= few || (tiles_each > kAtOnce && tiles_each <= slightly_more);
   return x.k > kLongRow || (is_medium && unhidden) ? 1 : kAtOnce;
 }
 
-// The blocks that rehearse their choice, in a launch of `at_once` on each multiprocessor: those
-// that find room while the router's product runs. Each of its blocks takes the place of one.
+// The first blocks of a launch that rehearse their choice: those that find room while the router's
+// product runs. On its multiprocessor, a block of the product leaves room for one of two blocks,
+// which then rehearses for both, or for none. Half of the latter still have time to rehearse a
+// short choice before the last block of the product ends (docs/measured/).
 int rehearsing_blocks(TokenChoice const& choice, int at_once, Queue const& queue) {
-  if (choice.route.experts > kMostRehearsed) return 0;
-  return int(std::max<int64_t>(0, at_once * multiprocessors(queue) - choice.blocks));
+  bool const is_short = choice.route.experts <= kShortChoice;
+  int64_t const late = at_once == 1 && is_short ? choice.blocks / 2 : choice.blocks;
+  return int(std::max<int64_t>(0, at_once * multiprocessors(queue) - late));
 }
 
 // at_once: as of DecodeProduct.
