@@ -14,7 +14,8 @@ struct Launch {
   cudaStream_t stream;
   int cluster = 1;  // blocks of a cluster, which divides the number of blocks
   // By programmatic dependent launch (arch/dependent_launch.cuh): the kernel must
-  // wait_for_previous() before it touches global memory.
+  // wait_for_previous() before it writes global memory, or reads what the kernel before it writes.
+  // What older kernels wrote it may read earlier if the one before waited before it let this start.
   bool early = false;
   // Recorded once all blocks are running, unless null. CUDA Runtime API,
   // "cudaLaunchAttributeLaunchCompletionEvent".

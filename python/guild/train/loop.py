@@ -266,10 +266,10 @@ class Training:
         )
 
     def _timed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of this call, on this machine, after its first round; all if there are none."""
-        after = self._begun + self.plan.first_steps
-        for first in (after, self._begun):
-            if timed := [row for row in rows if row["step"] > first and "loss" in row]:
+        """The rows of this call, on this machine, after its first round; of all calls if none."""
+        first = self.plan.first_steps
+        for after in (self._begun + first, self._begun, first):
+            if timed := [row for row in rows if row["step"] > after and "loss" in row]:
                 return timed
         return rows
 

@@ -179,7 +179,7 @@ __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat
 }
 
 // Writes the ids and weights of the chosen. row: the token's logits; order: the key of choice
-// number `lane`; nan: whether one of the lane's logits is NaN.
+// number `lane`; unbounded: any_unbounded() of the lane's logits.
 template <Ranking ranking, class S>
 __device__ void write_choices(Route const& x, Seat<S> const& seat, LaneLogits<S> const& logits,
                               float const* row, uint32_t const* chosen, uint32_t order,

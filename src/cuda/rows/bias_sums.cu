@@ -4,7 +4,8 @@
 //
 // The down gradient sums s dO with each score split into three 16-bit terms (sm90/column_sums.cuh).
 // An infinity times a zero term, or minus another infinity, makes NaN where there should be none:
-// so a chunk whose sum is NaN is summed again here, row by row.
+// so a chunk whose sum is NaN is summed again here, row by row. Terms are scaled by up to
+// 2^15, so in bfloat16 sums above some 1e34 become infinite.
 #include "cuda/rows/bias_sums.h"
 
 #include "cuda/alignment.h"

@@ -49,9 +49,9 @@ concept TileEpilogue = (StartsSums<E, n> || LoadsBias<E, n>) && requires { typen
 //                    tile's products overwrite `sums`
 //   left()           whether there is a rest
 //   step(epilogue, storage, thread)
-//                    stores the next piece of the rest. Called once per step of the next tile's sum
-//                    while its products are in flight, and after the sum until nothing is left. A
-//                    piece should take less than a step of the sum, some 1,000 cycles
+//                    stores the next piece of the rest. Called once per whole step of the next
+//                    tile's sum while its products are in flight, and after the sum until nothing
+//                    is left. A piece should take less than a step of the sum, some 1,000 cycles
 template <class P, class E, int n>
 concept DeferredStores = requires(P parcel, E const& e, float const (&sums)[n / 2],
                                   typename E::Storage& storage, Tile const& rows, int thread) {

@@ -8,7 +8,8 @@
 //
 // An epilogue that reads a matrix gets it through the same ring, 64 columns of the tile per stage,
 // after the stages of the tile's products: it uses no extra shared memory and its loads are issued
-// early. Any other epilogue stores its results while the next tile's products run.
+// early. Most others store their results while the next tile's products run, those that defer
+// nothing (AllAtOnce) before.
 //
 // The blocks of a cluster work on neighbouring row tiles of one group and share B: each loads a
 // part of it and multicasts that to all. A stage is reused once the consumers of all blocks have
