@@ -209,8 +209,8 @@ def routed_experts_and_offsets(given: RoutedArguments) -> tuple[Tensor, Tensor]:
             lora_down=given.lora_down,
             weight_gradients=given.weight_gradients,
         )
-        expect_no_gradient(given.x, given.topk_weights, given.residual, given.b_up, given.b_down)
-        expect_no_gradient(given.w_up, given.w_down)
+        weights = given.w_up, given.w_down, given.b_up, given.b_down
+        expect_no_gradient(given.x, given.topk_weights, given.residual, *weights)
         expect_backward_options(given.recompute, None)
         return routed_experts_of_codes(given)
     if given.fp8 is not None:

@@ -17,8 +17,7 @@ OUT_OF_MEMORY: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)
 
 def note_failure(case: dict[str, Any], name: str, error: Exception, console: Console) -> None:
     """Note the first line of an error in the case's `failures`, by candidate, and print it."""
-    message = (str(error).strip() or repr(error)).splitlines()[0]
-    case["failures"][name] = message
+    message = case["failures"][name] = _first_line(error)
     console.print(f"[red]{escape(_title(case))}, {escape(name)}:[/] {escape(message)}")
 
 
@@ -42,8 +41,12 @@ def skipping(skipped: dict[str, str], name: str, console: Console) -> Iterator[N
     try:
         yield
     except OUT_OF_MEMORY as error:
-        skipped[name] = str(error).strip().splitlines()[0]
+        skipped[name] = _first_line(error)
         console.print(f"[red]{escape(name)}:[/] {escape(skipped[name])}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def _title(case: dict[str, Any]) -> str:

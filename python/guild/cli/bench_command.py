@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from guild.bench.plan import plan_bench
 from guild.bench.results import make_folder, replacing
 from guild.cli.console import CommandConsole
 from guild.cli.streams import write_out
+from guild.provenance import make_current
 
 _DRAWN = ("layers", "decode")  # modes whose records have a plot
 _LOG_WIDTH = 170  # of a table written to a file, for which rich would assume 80 columns
@@ -31,9 +31,7 @@ def run_bench(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
     if args.report is not None:
         return _report(args, defaults)
     plan = plan_bench(args)
-    if plan.device.type == "cuda" and plan.device.index is not None:
-        # Events, graphs and memory statistics apply to the current device.
-        torch.cuda.set_device(plan.device)
+    make_current(plan.device)
     if args.out is not None:
         make_folder(args.out)
     if args.steps:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from guild.cli.streams import write_out
-from guild.provenance import device_name, pick_device, set_threads
+from guild.provenance import device_name, make_current, pick_device, set_threads
 from guild.train.generation import (
     PROMPT,
     Sampling,
@@ -34,8 +34,7 @@ def run_generate(args: argparse.Namespace) -> int:
     sampling.expect_valid()
     expect_tokens(args.tokens)
     device = pick_device(args.device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    make_current(device)
     state = read_run(args.run)
     settings = Settings(**state["settings"])
     model = trained_model(state, settings, device)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from guild.cli.console import CommandConsole
-from guild.provenance import pick_device, set_threads
+from guild.provenance import make_current, pick_device, set_threads
 from guild.train.interrupt import INTERRUPTED, StopRequest
 from guild.train.loop import Plan, Training
 from guild.train.names import NAMES
@@ -52,8 +52,7 @@ def run_train(args: argparse.Namespace) -> int:
     settings, plan = plan_run(typed)
     if plan.fsdp:
         return _train_on_ranks(settings, plan, typed, console)
-    if plan.device.type == "cuda" and plan.device.index is not None:
-        torch.cuda.set_device(plan.device)  # for the sample's CUDA graph
+    make_current(plan.device)
     with RunFolder(plan.out).claimed():
         return _train(settings, plan, typed, console)
 
