@@ -128,6 +128,7 @@ class _Experts(torch.autograd.Function):
         else:
             out, h = ops.experts_forward(x, offsets, *layer, not recompute, experts_at)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*flags)
+        ctx.kept = not recompute
         rows = offsets, row_token, slot_row, row_score, token_offsets
         ctx.reached, ctx.versions = reached, Versions("weights", reached)
         weights = without_lists(ctx, experts_at, w_up, w_gate, w_down)
@@ -150,9 +151,8 @@ class _Experts(torch.autograd.Function):
         want_x, *want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:11]
         want_scores = want_scores or (bool(routed) and (want_x or any(want_router)))
         lists = ctx.experts_at
-        h = pre_activations(
-            h, x, rows.offsets, rows.row_token, w_up, w_gate, b_up, ctx.flags, lists
-        )
+        again = x, rows.offsets, rows.row_token, w_up, w_gate, b_up, ctx.flags, lists
+        h = pre_activations(h, ctx.kept, *again)
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
         given = parameters = decided(ctx.parameters)

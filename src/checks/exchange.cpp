@@ -122,8 +122,7 @@ void check(Pull const& x) {
   check_pointer(x.ids, any_token(x.memory), "ids");
   check_pointer(x.rows, any_token(x.memory), "rows");
   check_part(x.part);
-  require(x.part == Part::whole || x.first_experts >= 0, "first_experts: expected 0 or more, got ",
-          x.first_experts);
+  if (x.part != Part::whole) check_size(x.first_experts, 0, kMostExperts, "first_experts");
 }
 
 void check(Push const& x) {

@@ -69,6 +69,10 @@ void check_pulled(Pull const& pull, Sizes const& s, DType dtype, ConstRows const
           ", got stride ", rows.stride);
 }
 
+void check_published(Publish const& publish, Pull const& pull) {
+  check_same(publish.row_bytes, pull.row_bytes, "publish.row_bytes", "pull.row_bytes");
+}
+
 // What is pushed back to the ranks: y, which compose_peer.h fills in, summed by token.
 void check_pushed(Push push, Sizes const& s, DType dtype, Routing const& routing,
                   ConstRows const& y) {
@@ -129,6 +133,7 @@ void check(PeerForward const& x) {
   check(layer);
   check_pointer(layer.sort, true, "layer.sort");
   check_pulled(x.pull, layer.sizes, layer.dtype, layer.x, "layer.x");
+  check_published(x.publish, x.pull);
   check_routed(x);
   if (layer.sizes.room >= 0) {
     check_link(x.returned.needed, layer.routing.offsets + layer.sizes.experts, "returned.needed",
@@ -155,6 +160,7 @@ void check(PeerBackward const& x) {
   require(layer.dh.data == nullptr,
           "layer.dh: expected null because the weight gradients are computed from it here");
   check_pulled(x.pull, s, layer.dtype, layer.dout, "layer.dout");
+  check_published(x.publish, x.pull);
   if (x.again.h.data != nullptr) check_again(x.again, layer);
   if (rows) {
     check_memory(x.publish.memory, x.push, x.collect);

@@ -18,6 +18,7 @@ void require_runnable(DownGradient const& x) {
   require_aligned(x.h, "h");
   require_aligned(x.dh, "dh");
   require_aligned(x.a_scaled, "a_scaled");
+  low_rank_operand(x.low_rank, transposed(x.w_down));
 }
 
 void down_gradient(DownGradient const& x, Queue queue) {

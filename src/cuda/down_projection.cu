@@ -13,6 +13,7 @@ void require_runnable(DownProjection const& x) {
   require_aligned(x.a, "a");
   require_aligned(x.bias, "b_down");
   require_aligned(x.y, "y");
+  low_rank_operand(x.low_rank, x.w_down);
 }
 
 void down_projection(DownProjection const& x, Queue queue) {

@@ -25,6 +25,7 @@ void require_runnable(UpProjection const& x) {
   require_aligned(x.bias, "b_up");
   require_aligned(x.h, "h");
   require_aligned(x.a, "a");
+  low_rank_operand(x, view.w[0]);
 }
 
 void up_projection(UpProjection const& x, Queue queue) {

@@ -23,6 +23,8 @@ MoeBackward backward_args(Place const& place, Layer const& layer, Routing const&
 
 Tensor dx_of(Place const& place, Layer const& layer, Routing const& routing, int64_t wanted) {
   Sizes const& s = layer.sizes;
+  require(!(wanted & kRows) || !(wanted & kX), "wanted: expected dx by token or by row, got ",
+          wanted);
   if (wanted & kRows) return place.empty({s.rows(), s.hidden}, layer.dtype);
   if (!(wanted & kX)) return place.empty({0}, layer.dtype);
   if (routing.row_token != nullptr) return place.empty({s.tokens, s.hidden}, layer.dtype);

@@ -167,6 +167,7 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
   Routing const routing = routing_of(place, layer.sizes, offsets);
+  require(!(wanted & kRows), "wanted: expected dx, which is by row, got ", wanted);
   Gradients g = run_backward(place, layer, routing, kSortedRows, dout, x, h, {w_up, w_gate, w_down},
                              std::nullopt, wanted & ~int64_t(kScores));
   return {g.dx, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};

@@ -18,11 +18,6 @@ PeerStreams streams_of(Numbers const& streams, Tensor const& counter) {
           static_cast<int32_t*>(counter.data_ptr())};
 }
 
-int64_t length_of(Tensor const& list, char const* name) {
-  require_dims(list, name, 1);
-  return list.size(0);
-}
-
 // The layer of this rank's experts: its tokens are those of all ranks. room: as in Sizes.
 Layer whole_layer(Place const& place, PeerMemory const& memory, Tensor const& x, int64_t top_k,
                   int64_t room, Tensor const& w_down, Activation const& activation,
@@ -186,6 +181,8 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
                        bool interleaved, bool transposed, int64_t wanted) {
   Place const place(dout, "dout");
   PeerMemory const m = memory_of(place, peers, memory);
+  require_dims(dout, "dout", 2);
+  require_dims(h, "h", 2);
   require_dims(by_slot, "by_slot", 2);
   int64_t const top_k = by_slot.size(1), tokens = dout.size(0);
   Layer const layer = whole_layer(place, m, rows, top_k, length_of(row_token, "row_token"), w_down,
@@ -196,6 +193,7 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   Slots const slots = slots_of(place, slot_row, "slot_row", std::nullopt);
   Routing const routing =
       backward_routing(place, layer, slots, offsets, row_token, slot_row, row_score);
+  place.rows(dout, "dout", dtype, {tokens, s.hidden});
   Weights const w{w_up, w_gate, w_down};
   bool const again = h.size(0) == 0, wants_rows = wanted & kRows, wants_scores = wanted & kScores;
   Tensor const made = again ? place.empty({s.rows(), layer.width()}, dtype) : h;

@@ -84,7 +84,7 @@ void quantize_chunks_out(Tensor const& x, MaybeTensor const& x_scales, Tensor co
   QuantizeChunks args;
   int64_t const height = x.size(0), width = x.size(1);
   args.tokens = height;
-  args.rows = row_token.has_value() ? row_token->size(0) : height;
+  args.rows = row_token.has_value() ? length_of(*row_token, "row_token") : height;
   args.groups = offsets.size(0) - 1;
   args.halves = halves;
   args.columns = width / halves;

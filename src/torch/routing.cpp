@@ -127,6 +127,7 @@ Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const&
                       int64_t score, bool renormalize, double scale,
                       MaybeTensor const& token_offsets, MaybeTensor const& like, double sum_floor) {
   Place const place(dscores, "dscores");
+  require(experts >= 0, "experts: expected 0 or more, got ", experts);
   Slots const slots = slots_of(place, ids, "ids", token_offsets);
   int64_t const tokens = slots.tokens;
   RouterGradient args;

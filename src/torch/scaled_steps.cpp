@@ -23,7 +23,7 @@ Sizes sizes_of(Tensor const& x, MaybeTensor const& row_token, Tensor const& w, b
   require_dims(w, down ? "w_down" : "w_up", 3);
   Sizes s;
   s.tokens = x.size(0);
-  s.slots = row_token.has_value() ? row_token->size(0) : x.size(0);
+  s.slots = row_token.has_value() ? length_of(*row_token, "row_token") : x.size(0);
   s.experts = w.size(0);
   s.hidden = w.size(down ? 1 : 2);
   s.intermediate = w.size(down ? 2 : 1);

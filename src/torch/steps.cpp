@@ -30,7 +30,7 @@ int32_t const* lists_of(Place const& place, MaybeTensor const& experts_at, Tenso
 }
 
 int64_t rows_of(MaybeTensor const& row_token, Tensor const& by_row) {
-  return row_token.has_value() ? row_token->size(0) : by_row.size(0);
+  return row_token.has_value() ? length_of(*row_token, "row_token") : by_row.size(0);
 }
 
 // The width I of a layer from a weight whose out dimension is W, or I where gate and up are apart.
@@ -211,7 +211,10 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
   args.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
   args.low_rank = term_of(place, s, layer.dtype, s.intermediate, low_rank_t, low_rank_b);
-  Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
+  Shape const of_dh{s.rows(), layer.width()};
+  Tensor dh = row_token.has_value()
+                  ? place.empty(of_dh, layer.dtype)
+                  : sorted_rows(place, of_dh, layer.dtype, args.routing.offsets, s.experts);
   Tensor a_scaled = place.empty({s.rows(), s.intermediate}, layer.dtype);
   Tensor parts = place.empty({s.rows(), score_parts(s)}, score_dtype(layer.dtype));
   args.dh = {dh.data_ptr(), 0};

@@ -104,6 +104,11 @@ void require_dims(Tensor const& tensor, char const* name, int64_t dims) {
           shape_text(tensor));
 }
 
+int64_t length_of(Tensor const& list, char const* name) {
+  require_dims(list, name, 1);
+  return list.size(0);
+}
+
 Tensor empty_like(Tensor const& like) { return torch::stable::empty_like(like); }
 
 int64_t matrix_stride(Tensor const& tensor) {

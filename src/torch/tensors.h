@@ -160,6 +160,8 @@ Slots slots_of(Place const& place, Tensor const& tensor, char const* name,
 
 // The number of dimensions, checked before any size is read.
 void require_dims(Tensor const& tensor, char const* name, int64_t dims);
+// The length of a tensor that has to have one dimension.
+int64_t length_of(Tensor const& list, char const* name);
 
 // A new tensor laid out in memory as `like` is, where that is dense.
 Tensor empty_like(Tensor const& like);

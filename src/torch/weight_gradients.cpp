@@ -163,7 +163,7 @@ void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const
   require_dims(offsets, "offsets", 1);
   BiasGradient args;
   args.tokens = m.size(0);
-  args.rows = row_token.has_value() ? row_token->size(0) : m.size(0);
+  args.rows = row_token.has_value() ? length_of(*row_token, "row_token") : m.size(0);
   args.width = m.size(1);
   args.experts = offsets.size(0) - 1;
   args.dtype = dtype_of(m, "m");

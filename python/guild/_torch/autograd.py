@@ -6,6 +6,7 @@ forward-mode AD and whole terms of second derivatives out of its results.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
@@ -17,6 +18,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from guild._torch import flops
 from guild._torch.operators import ops
 from guild._torch.versions import Versions
 
@@ -33,11 +35,20 @@ def expect_one_backward(
     writer: str = "weight_gradients",
     way_out: str = "leave weight_gradients out",
 ) -> None:
-    """Raise in a backward with a graph, or of a batch of gradients, of what `writer` writes."""
+    """Raise in a backward that `writer`, which writes gradients itself, does not support.
+
+    That is one with a graph, of a batch of gradients or in compiled autograd.
+    """
     if torch.is_grad_enabled():
         raise NotImplementedError(
             f"{writer}: expected backward without create_graph=True, because the gradients that "
             f"it writes have no graph; {way_out}"
+        )
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        raise NotImplementedError(
+            f"{writer}: expected backward without compiled autograd, which would overwrite the "
+            f"gradients that it writes; {way_out}"
         )
     if torch.compiler.is_compiling() or dout is None:
         return
@@ -128,6 +139,7 @@ def register(name: str, backward: Callable, setup: Callable) -> None:
         return None, *backward(ctx, *grads)
 
     _register(name, setup, with_keyset)
+    flops.count(name)
 
 
 def register_without_gradient(*names: str) -> None:
@@ -141,6 +153,7 @@ def register_without_gradient(*names: str) -> None:
         _register(name, _save_nothing, _refusal(name), _refusal(name) if written else None)
         if written:
             _count_writes(name, written)
+        flops.count(name)
 
 
 def _register(name: str, setup: Callable, backward: Callable, refuse: Callable | None = None):

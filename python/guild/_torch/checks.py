@@ -127,7 +127,8 @@ def has_plain_rows(tensor: Tensor) -> bool:
     """Whether the columns of (rows, width) are contiguous and the rows do not overlap."""
     row, column = tensor.stride()
     rows, width = tensor.shape
-    return not ((width > 1 and rows > 0 and column != 1) or (rows > 1 and row < width))
+    # Strides come first: a compiler may not know the number of rows.
+    return not ((width > 1 and column != 1 and rows > 0) or (row < width and rows > 1))
 
 
 def is_negated(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -281,19 +281,6 @@ def has_own_elements(tensor: Tensor) -> bool:
     except ValueError:
         return False
     return True
-
-
-def stacked_like(weight: Tensor) -> Tensor:
-    """A new tensor of a weight's shape: its matrices one after the other, each with its strides."""
-    experts, rows, columns = weight.shape
-    if weight.stride(1) >= weight.stride(2):
-        return weight.new_empty(experts, rows, columns)
-    return weight.new_empty(experts, columns, rows).mT
-
-
-def gradient_maker(lists: bool) -> Callable[[Tensor], Tensor]:
-    """What makes memory for a weight's gradient; lists: weights are views of uneven lists."""
-    return stacked_like if lists else torch.empty_like
 
 
 def stacked(value: object, dims: int = 2) -> object:

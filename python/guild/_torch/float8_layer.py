@@ -19,7 +19,6 @@ from guild._torch.autograd import (
     with_lists,
     without_lists,
 )
-from guild._torch.expert_lists import gradient_maker
 from guild._torch.float8_formats import E4M3, blocks
 from guild._torch.float8_gradients import bias_gradients, weight_gradients
 from guild._torch.float8_steps import (
@@ -34,7 +33,7 @@ from guild._torch.float8_steps import (
     row_scales,
     up_step,
 )
-from guild._torch.operators import LayerFlags, ops
+from guild._torch.operators import LayerFlags, gradient_maker, ops
 from guild._torch.row_routing import RowRouting
 from guild.activations import to_concatenated, to_interleaved
 
@@ -176,7 +175,12 @@ def _backward(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
     wanted = Wanted(*wanted)
     layout = flags
     flags, bias = in_halves(flags, recipe, b_up)
-    source = Codes(codes, x_scales) if recipe.keeps_codes else x
+    source = x
+    if recipe.keeps_codes:
+        source = Codes(codes, x_scales)
+    elif recipe.regroups and (wanted.up or not keep):
+        # Chunks of codes take less time than those of 16-bit rows, whose quantisation included.
+        source = quantized_rows(x, E4M3, recipe.scales)
     kept = Kept(h, h_scales if recipe.save_codes else None)
     again = source, routing, experts, bias, flags, recipe, dout.dtype
     kept = kept_or_again(kept, keep, *again)

@@ -53,6 +53,7 @@ def wanted_bits(
 
 def pre_activations(
     h: Tensor,
+    kept: bool,
     x: Tensor,
     offsets: Tensor,
     row_token: Tensor | None,
@@ -62,9 +63,8 @@ def pre_activations(
     flags: LayerFlags,
     experts_at: Tensor | None = None,
 ) -> Tensor:
-    """H (R, W): as kept, or computed again from x where forward kept none."""
-    rows = (x if row_token is None else row_token).shape[0]
-    if h.shape[0] == rows:
+    """H (R, W): as kept, or computed again from x."""
+    if kept:
         return h
     layer = w_up, w_gate, b_up, *flags
     return ops.up_projection(x, offsets, row_token, *layer, True, experts_at=experts_at)[1]
@@ -73,7 +73,7 @@ def pre_activations(
 def _moe_setup(ctx, inputs, output):
     x, _, scores, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs
     _, h, offsets, row_token, slot_row, row_score = output
-    ctx.flags, _ = LayerFlags.and_last(rest)
+    ctx.flags, ctx.kept = LayerFlags.and_last(rest)
     weights = without_lists(ctx, LayerFlags.experts_at(rest), w_up, w_gate, w_down)
     ctx.save_for_backward(
         scores,
@@ -103,7 +103,8 @@ def _moe_gradient(ctx, dout, *_):
         scores, b_up, x, h, offsets, row_token, *places, b_down = ctx.saved_tensors
         places, weights = places[:3], with_lists(ctx, *places[3:])
         lists = ctx.experts_at
-        h = pre_activations(h, x, offsets, row_token, *weights[:2], b_up, ctx.flags, lists)
+        again = x, offsets, row_token, *weights[:2], b_up, ctx.flags, lists
+        h = pre_activations(h, ctx.kept, *again)
         saved = x, h, offsets, row_token, *places, *weights, b_down
         by_all = tied(rows_of(dout), scores, b_up)
         dx, dscores, *dlayer = expert_gradients(saved, by_all, ctx.flags, wanted, experts_at=lists)
@@ -131,7 +132,7 @@ def expert_gradients(
 def _experts_setup(ctx, inputs, output):
     x, offsets, w_up, w_gate, w_down, b_up, _, *rest = inputs
     _, h = output
-    ctx.flags, _ = LayerFlags.and_last(rest)
+    ctx.flags, ctx.kept = LayerFlags.and_last(rest)
     weights = without_lists(ctx, LayerFlags.experts_at(rest), w_up, w_gate, w_down)
     ctx.save_for_backward(b_up, x, h, offsets, *weights)
     ctx.mark_non_differentiable(h)
@@ -143,7 +144,8 @@ def _experts_gradient(ctx, dout, _):
         return (*(None,) * 7, *_FLAGS)
     b_up, x, h, offsets, *weights = ctx.saved_tensors
     weights = with_lists(ctx, *weights)
-    h = pre_activations(h, x, offsets, None, *weights[:2], b_up, ctx.flags, ctx.experts_at)
+    again = x, offsets, None, *weights[:2], b_up, ctx.flags, ctx.experts_at
+    h = pre_activations(h, ctx.kept, *again)
     saved = x, h, offsets, *weights
     dout = tied(rows_of(dout), b_up)
     x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:8]

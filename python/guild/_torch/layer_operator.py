@@ -45,7 +45,7 @@ def _setup(ctx, inputs, output):
     x, weight, bias, _, _, _, *router = inputs[: 2 + ROUTER_ARGUMENTS]
     _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + ROUTER_ARGUMENTS :]
     _, h, *places, scores, ids, slopes = output
-    ctx.weighing, (ctx.flags, _) = Weighing.of(router), LayerFlags.and_last(rest)
+    ctx.weighing, (ctx.flags, ctx.kept) = Weighing.of(router), LayerFlags.and_last(rest)
     layer = w_up, w_gate, w_down, b_up, b_down
     routed = scores, ids, ctx.weighing.kept(slopes)
     ctx.save_for_backward(x, weight, bias, *routed, h, *places, *layer)
@@ -66,7 +66,8 @@ def _gradient(ctx, dout, *_):
     dx_rows = dx = dscores = dweight = dbias = None
     dlayer = [None] * len(want_layer)
     if any(wanted):
-        h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
+        again = x, offsets, row_token, w_up, w_gate, b_up, ctx.flags
+        h = pre_activations(h, ctx.kept, *again)
         saved = x, h, *places, None, w_up, w_gate, w_down, b_down
         by_all = tied(rows_of(dout), weight, bias, b_up)
         gradients = expert_gradients(saved, by_all, ctx.flags, wanted, by_row=True)

@@ -30,8 +30,7 @@ from guild._torch.autograd import (
     with_lists,
     without_lists,
 )
-from guild._torch.expert_lists import gradient_maker
-from guild._torch.operators import LayerFlags, ops, score_dtype
+from guild._torch.operators import LayerFlags, gradient_maker, ops, score_dtype
 from guild._torch.row_routing import RowRouting
 from guild.activations import Activation
 
@@ -310,9 +309,11 @@ def _backward_fake(dout, x, h, t, *rest):
     if want[0] or want[1]:
         want[:2] = True, weights.w_gate is not None
     scores = routing.slot_row.shape if want_scores else (0,)
+    like = gradient_maker(lists=weights.experts_at is not None)
+    kinds = *(like,) * 3, *(torch.empty_like,) * 6
     made = [
-        torch.empty_like(t) if w else x.new_empty(0)
-        for t, w in zip((*weights[:5], *low), want, strict=True)
+        make(t) if w else x.new_empty(0)
+        for make, t, w in zip(kinds, (*weights[:5], *low), want, strict=True)
     ]
     return (
         x.new_empty(x.shape if want_x else (0,)),

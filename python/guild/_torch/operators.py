@@ -213,15 +213,33 @@ def moe_forward_fake(
 _fake("moe_forward")(moe_forward_fake)
 
 
-def _weight_gradients(x, w_up, w_gate, w_down, flags, wanted):
+def stacked_like(weight: Tensor) -> Tensor:
+    """A new tensor of a weight's shape: its matrices one after the other, each with its strides."""
+    experts, rows, columns = weight.shape
+    if weight.stride(1) >= weight.stride(2):
+        return weight.new_empty(experts, rows, columns)
+    return weight.new_empty(experts, columns, rows).mT
+
+
+def gradient_maker(lists: bool) -> Callable[[Tensor], Tensor]:
+    """What makes memory for a weight's gradient; lists: weights are views of uneven lists."""
+    return stacked_like if lists else torch.empty_like
+
+
+def _has_lists(arguments: Sequence[Any]) -> bool:
+    """Whether an op's last arguments, from its flags on, say that weights are uneven lists."""
+    return LayerFlags.experts_at(arguments) is not None
+
+
+def _weight_gradients(x, w_up, w_gate, w_down, flags, wanted, lists):
     """dw_up, dw_gate, dw_down, db_up, db_down: empty tensors where not wanted."""
     experts, hidden, width = _layer_sizes(w_down, flags)
     nothing = (0,)
-    want_up = wanted & WANT_UP
+    want_up, like = wanted & WANT_UP, gradient_maker(lists)
     return (
-        torch.empty_like(w_up) if want_up else x.new_empty(nothing),
-        torch.empty_like(w_gate) if want_up and w_gate is not None else x.new_empty(nothing),
-        torch.empty_like(w_down) if wanted & WANT_DOWN else x.new_empty(nothing),
+        like(w_up) if want_up else x.new_empty(nothing),
+        like(w_gate) if want_up and w_gate is not None else x.new_empty(nothing),
+        like(w_down) if wanted & WANT_DOWN else x.new_empty(nothing),
         x.new_empty((experts, width) if wanted & WANT_UP_BIAS else nothing),
         x.new_empty((experts, hidden) if wanted & WANT_DOWN_BIAS else nothing),
     )
@@ -249,7 +267,7 @@ def _moe_backward(
     return (
         x.new_empty(x.shape if wanted & WANT_X else rows),
         x.new_empty(scores, dtype=score_dtype(x.dtype)),
-        *_weight_gradients(x, w_up, w_gate, w_down, flags, wanted),
+        *_weight_gradients(x, w_up, w_gate, w_down, flags, wanted, _has_lists(rest)),
     )
 
 
@@ -266,7 +284,7 @@ def _experts_backward(dout, x, h, offsets, w_up, w_gate, w_down, *rest):
     flags, wanted = LayerFlags.and_last(rest)
     return (
         x.new_empty(x.shape if wanted & WANT_X else (0,)),
-        *_weight_gradients(x, w_up, w_gate, w_down, flags, wanted),
+        *_weight_gradients(x, w_up, w_gate, w_down, flags, wanted, _has_lists(rest)),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from guild._torch import flops
 from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.gradients import wanted_bits
 from guild._torch.operators import LayerFlags, ops
@@ -24,6 +25,9 @@ from guild.distributed.peers import (
     FORWARD_RESULTS,
     Peers,
 )
+
+flops.count("peer_forward")
+flops.count("peer_backward")
 
 
 class PeerExperts(torch.autograd.Function):

@@ -46,6 +46,7 @@ class StepwiseExperts(torch.autograd.Function):
         """received: the scores that came with the traffic's plan; keep: the pre-activations."""
         w_up, w_gate, w_down, b_up, b_down, *flags = layer
         ctx.traffic, ctx.flags, ctx.weighing = traffic, LayerFlags(*flags), None
+        ctx.kept = keep
         rows = traffic.send_rows(x, "forward")
         local = w_down.shape[0]
         places = ops.sort_by_expert(traffic.ids, received, local, traffic.token_offsets)
@@ -79,7 +80,8 @@ class StepwiseExperts(torch.autograd.Function):
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
         traffic.begin_backward(dout)
         drows = traffic.send_rows(rows_of(dout), "backward")
-        h = pre_activations(h, rows, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
+        again = rows, offsets, row_token, w_up, w_gate, b_up, ctx.flags
+        h = pre_activations(h, ctx.kept, *again)
         saved = rows, h, offsets, row_token, slot_row, row_score, traffic.token_offsets
         saved = *saved, w_up, w_gate, w_down, b_down
         want_dscores = want_scores or (bool(routed) and (want_x or any(want_router)))

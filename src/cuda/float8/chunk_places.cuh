@@ -18,11 +18,9 @@ __device__ inline void find_chunk(Groups const& groups, int slot, ChunkRows& row
   for (int group = threadIdx.x; group < groups.groups; group += blockDim.x) {
     int const begin = groups.start(group), end = groups.end(group, begin);
     int const chunk = slot - (begin / int(kScaleBlock) + group);
-    int const left = end - begin - chunk * int(kScaleBlock);
-    if (chunk >= 0 && left > 0) {
-      rows.first = begin + chunk * int(kScaleBlock);
-      rows.count = min(left, int(kScaleBlock));
-    }
+    if (chunk < 0 || chunk > (end - begin - 1) / int(kScaleBlock) || begin == end) continue;
+    rows.first = begin + chunk * int(kScaleBlock);
+    rows.count = min(end - rows.first, int(kScaleBlock));
   }
   __syncthreads();
 }

@@ -1,4 +1,7 @@
 // quantize_chunks(): a thread block for each 128 columns of a slot, or 256 of codes.
+//
+// Where rows are read several times, blocks go through all chunks before they go on to other
+// columns: the rows are still in L2 then, since results do not stay there.
 #include "checks/float8_chunks.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
@@ -22,7 +25,10 @@ template <class T, Steps steps, Float8 format>
 __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 ? 4 : 2) elements_kernel(
     ChunkArgs const x, ScaleKind const kind) {
   __shared__ ElementStorage smem;
-  int const across = x.halves * x.blocks, block = blockIdx.x % across, slot = blockIdx.x / across;
+  int const across = x.halves * x.blocks, slots = gridDim.x / across, number = blockIdx.x;
+  bool const again = x.row_token != nullptr && x.groups.total > x.tokens;
+  int const block = again ? number / slots : number % across;
+  int const slot = again ? number % slots : number / across;
   find_chunk(x.groups, slot, smem.rows);
   if (smem.rows.count == 0) return;
   int const first = block % x.blocks * int(kScaleBlock), half = block / x.blocks;
@@ -59,9 +65,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 ? 4 : 2) elements
 
 // ---- of codes -----------------------------------------------------------------------------------
 
-// A thread has 16 columns of eight rows; each half of the 256 columns has its own scale. Blocks go
-// through all chunks before they go on to other columns: rows that are gathered several times are
-// still in L2 then, since results do not stay there.
+// A thread has 16 columns of eight rows; each half of the 256 columns has its own scale.
 constexpr int kWide = 2 * int(kScaleBlock);
 
 struct CodeStorage {

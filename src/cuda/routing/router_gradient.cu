@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
   float const inverse = x.router.scale == 0 ? 0.f : 1.f / float(x.router.scale);
   float const* const row = static_cast<float const*>(x.logits.data) + token * stride;
   bool renormalized = x.router.renormalize;
-  if (renormalized && needs_logits(x.router)) {
+  if (renormalized && needs_logits(x.router) && x.logits.data != nullptr) {
     renormalized = !is_floored(x, deal, seat, row, mine, end);
   }
 #pragma unroll

@@ -213,11 +213,11 @@ __device__ void put_slot(Sort const& x, int64_t slot, int row, float score) {
   x.slot_row[slot] = row;
   if (row < 0) return;
   x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
-  if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = score;
+  if (x.scores != nullptr) static_cast<float*>(x.row_score)[row] = score;
 }
 __device__ void clear_row(Sort const& x, int64_t row) {
   x.row_token[row] = 0;
-  if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = 0;
+  if (x.scores != nullptr) static_cast<float*>(x.row_score)[row] = 0;
 }
 
 // Blocks with the same blockIdx.x share a chunk, `part` slots each. Every instruction runs a few

@@ -3,9 +3,9 @@
 // adds up every eighth chunk, the block then adds up its warps' sums.
 //
 // The down gradient sums s dO with each score split into three 16-bit terms (sm90/column_sums.cuh).
-// An infinity times a zero term, or minus another infinity, makes NaN where there should be none:
-// so a chunk whose sum is NaN is summed again here, row by row. Terms are scaled by up to
-// 2^15, so in bfloat16 sums above some 1e34 become infinite.
+// An infinity times a zero term, or minus another infinity, makes NaN where there should be none.
+// Terms are scaled by up to 2^15, so in bfloat16 those above some 1e34 become infinite. So a chunk
+// whose sum is not finite is summed again here, row by row.
 #include "cuda/rows/bias_sums.h"
 
 #include "cuda/alignment.h"
@@ -34,9 +34,8 @@ struct Arguments {
   ColumnSums sums[2];
 };
 
-__device__ bool has_nan(float4 const& v) {
-  float const sum = v.x + v.y + v.z + v.w;
-  return sum != sum;
+__device__ bool all_finite(float4 const& v) {
+  return isfinite(v.x) && isfinite(v.y) && isfinite(v.z) && isfinite(v.w);
 }
 
 // The sums of s dO over rows [begin, end), of four columns.
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) bias_sums_kernel(__grid_constant__ A
 #pragma unroll 4
     for (int i = warp; i < count; i += kWarps) {
       float4 more = *reinterpret_cast<float4 const*>(from + int64_t(i) * sums.columns);
-      if (blockIdx.y == 1 && has_nan(more)) {
+      if (blockIdx.y == 1 && !all_finite(more)) {
         int const row = begin + i * kBiasChunkRows;
         more = sum_rows<T>(x, row, min(row + kBiasChunkRows, end), column);
       }

@@ -113,9 +113,10 @@ struct DownGradientEpilogue {
     if (thread != storer) return;
     for (int i = 0; i < boxes(); ++i) {
       Coordinate const at = place(tile, unit, i);
-      dh.store(stage + i * kBoxBytes, tile, at.x, at.y);
+      if (at.x < dh.columns) dh.store(stage + i * kBoxBytes, tile, at.x, at.y);
     }
-    if (a.present) a.store(box, tile, tile.col + 64 * unit, 0);
+    int const col = tile.col + 64 * unit;
+    if (a.present && col < a.columns) a.store(box, tile, col, 0);
     tma_store_commit();
   }
 

@@ -212,6 +212,15 @@ TEST_P(BiasSums, InfinitiesStayInfinite) {  // of a score, and of dO
   expect(l.row_scores, "dO");
 }
 
+TEST_P(BiasSums, OfHugeGradients) {  // whose scaled terms float32 does not hold
+  Layer& l = layer();
+  if (l.p.dtype == DType::float16) return;  // which has no such values
+  for (double& v : dout_.values) v *= 0x1p116;
+  dout_there_.device->set(dout_.values);
+  Tensor up = biases(l.p.width(), DType::float32), down = biases(l.s.hidden, DType::float32);
+  expect_sums(with(up, down), l.row_scores, up, down, {}, {});
+}
+
 TEST_P(BiasSums, NanStaysInItsExpert) {
   Layer& l = layer();
   if (l.used() == 0) return;  // no row to spoil

@@ -148,7 +148,7 @@ TEST(CheckExchange, Pull) {
   wrong.pointer("rows", &Pull::rows);
   wrong.expect("part: expected 0 (whole), 1 (first) or 2 (rest), got 3",
                [](Pull& x) { x.part = Part(3); });
-  wrong.expect("first_experts: expected 0 or more, got -1",
+  wrong.expect("first_experts: expected 0 to 4096, got -1",
                [](Pull& x) { x.part = Part::first, x.first_experts = -1; });
 }
 
@@ -282,6 +282,8 @@ void expect_pass(WrongCalls<Pass> const& wrong) {
                [](Pass& x) { x.push.by_slot = true, x.push.scores = nullptr; });
   wrong.expect("push.row_of: expected the memory of layer.routing.slot_row",
                [](Pass& x) { ++x.push.row_of; });
+  wrong.expect("publish.row_bytes: expected 32 (pull.row_bytes), got 16",
+               [](Pass& x) { x.publish.row_bytes /= 2; });
   wrong.expect("collect.dtype: expected bfloat16 like the layer, got float16",
                [](Pass& x) { x.collect.dtype = DType::float16; });
   wrong.expect("collect.hidden: expected 16 (hidden of the layer), got 8",

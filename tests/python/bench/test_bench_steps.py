@@ -251,8 +251,10 @@ def test_measure_record_and_table(bias: bool, monkeypatch: pytest.MonkeyPatch) -
     check_record(record, bias)
 
 
-def test_measure_on_a_gpu(gpu: str) -> None:
-    check_record(measure_steps(plan_of(torch.device(gpu), torch.bfloat16), quiet(), True), True)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_measure_on_a_gpu(bias: bool, gpu: str) -> None:
+    plan = plan_of(torch.device(gpu), torch.bfloat16, form=LayerForm(bias=bias))
+    check_record(measure_steps(plan, quiet(), quack.importable()), bias)
 
 
 def test_a_replay_is_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:

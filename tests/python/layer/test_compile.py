@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -301,6 +302,56 @@ def test_compiled_autograd(fp8: guild.FP8 | None) -> None:
         for tensor, gradient in zip(inputs, expected, strict=True):
             assert torch.equal(tensor.grad, gradient)
             tensor.grad = None
+
+
+@pytest.mark.parametrize("fp8", [None, guild.FP8()])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_compiled_autograd_would_lose_what_is_written(delayed: bool, fp8: guild.FP8 | None) -> None:
+    """It writes back the `.grad` that it has read before: refused, and nothing is written."""
+    gradients = guild.WeightGradients(delayed=delayed)
+    dtype = torch.float32 if fp8 is None else torch.bfloat16
+    layer = guild.MoE(16, 8, 4, 2, weight_gradients=gradients, fp8=fp8, dtype=dtype)
+    loss = layer(torch.randn(6, 16, dtype=dtype)).sum()
+    message = "weight_gradients: expected backward without compiled autograd"
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        with pytest.raises(NotImplementedError, match=message):
+            loss.backward()
+    assert layer.w_up.grad is layer.w_down.grad is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shared_experts": 1, "bias": True},
+        {"recompute": True},
+        {"balance_over": "batch"},
+        {"fp8": guild.FP8(), "dtype": torch.bfloat16},
+        {"router": guild.Router("sigmoid", selection_bias=True)},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_a_number_of_tokens_that_only_data_tell(options: dict[str, Any]) -> None:
+    """Tokens chosen by a mask, none among the cases, with gradients and without."""
+    torch.manual_seed(0)
+    moe = guild.MoE(16, 8, 4, 2, **options)
+
+    def chosen(x: Tensor, mask: Tensor) -> Tensor:
+        out = moe(x[mask])
+        return out if moe.balance_over is None else out + moe.load_balancing_loss
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(chosen, fullgraph=True, backend="aot_eager")
+        for count in (7, 0, 3):
+            x = torch.randn(12, 16, dtype=moe.w_up.dtype, requires_grad=True)
+            mask = torch.arange(12) < count
+            with torch.no_grad():
+                assert torch.equal(compiled(x, mask), chosen(x, mask))
+            found, expected = (
+                torch.autograd.grad(call(x, mask).sum(), [x, moe.w_up])
+                for call in (compiled, chosen)
+            )
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

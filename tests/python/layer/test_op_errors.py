@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from guild._torch.gradients import ops
-from guild._torch.operators import WANT_DOWN, WANT_SCORES, WANT_X
+from guild._torch.operators import WANT_DOWN, WANT_ROWS, WANT_SCORES, WANT_X
 from test_errors import right
 
 
@@ -35,6 +35,22 @@ def push_lists(r: SimpleNamespace, slots: int) -> None:
     offsets = torch.tensor([0, 2, 4, slots], dtype=torch.int32, device=r.x.device)
     row_of, counts = offsets.new_zeros(slots), offsets.new_full((1,), 3)
     ops.peer_push(*alone(r), r.x, row_of, None, offsets, counts, False)
+
+
+def routing_of(r: SimpleNamespace, tokens: int = 6) -> list[torch.Tensor]:
+    """offsets, row_token, slot_row and row_score."""
+    return ops.sort_by_expert(r.ids[:tokens].int(), r.weights[:tokens].float(), 4)
+
+
+def peer_backward(r: SimpleNamespace, dout: torch.Tensor) -> None:
+    """The backward of a layer on one rank's 3 tokens."""
+    numbers = [torch.zeros(shape, dtype=torch.int32, device=r.x.device) for shape in ((3, 1), 1)]
+    report = torch.zeros(16, dtype=torch.int64, device=r.x.device)
+    ops.peer_backward(
+        *(*alone(r), 1.0, [], [], report, [], dout, r.x[:3], r.x.new_zeros(6, 32)),
+        *(*routing_of(r, 3), numbers[0], r.ids[:3].int(), numbers[1]),
+        *(r.up, None, r.down, None, None, *FLAGS, WANT_ROWS),
+    )
 
 
 FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False, False)
@@ -168,6 +184,31 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         ),
         "wanted: expected only dx for sorted rows, got 2",
     ),
+    "wanted by token and by row": (
+        lambda r: ops.moe_backward(
+            *(r.x, r.x, r.x.new_zeros(12, 32), *routing_of(r), None, r.up, None, r.down, None),
+            *(*FLAGS, WANT_X | WANT_ROWS),
+        ),
+        "wanted: expected dx by token or by row, got 65",
+    ),
+    "wanted by row": (
+        lambda r: ops.experts_backward(
+            *(r.x, r.x, r.x, r.offsets, r.up, None, r.down, *FLAGS, WANT_ROWS)
+        ),
+        "wanted: expected dx, which is by row, got 64",
+    ),
+    "row_token of no dimension": (
+        lambda r: ops.up_projection(
+            *(r.x, r.offsets, r.offsets[0], r.up, None, None, *FLAGS, True),
+        ),
+        r"row_token: expected 1 dimensions, got shape \(\)",
+    ),
+    "experts below zero": (
+        lambda r: ops.route_backward(
+            *(r.weights.float(), r.weights.float(), r.ids.int(), None, None, -1, 0, True, 1.0)
+        ),
+        "experts: expected 0 or more, got -1",
+    ),
     "a_scaled": (
         lambda r: ops.weight_gradients_out(
             *(r.x, r.x, r.x, r.a[:3], r.offsets, None, torch.zeros_like(r.up), None, None),
@@ -223,6 +264,14 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
             *(r.up, r.down, None, None, torch.tensor([*FLAGS, *ROUTER], dtype=torch.float64)),
         ),
         r"shared_gate: expected shape \(1, 32\), got \(1, 8\)",
+    ),
+    "dout of another dtype than a layer over ranks": (
+        lambda r: peer_backward(r, r.x[:3].half()),
+        "dout: expected dtype bfloat16, got float16",
+    ),
+    "dout of another width than a layer over ranks": (
+        lambda r: peer_backward(r, r.x[:3, :16].contiguous()),
+        r"dout: expected shape \(3, 32\), got \(3, 16\)",
     ),
     "fewer slots than rows": (
         lambda r: push_lists(r, 5),

@@ -122,6 +122,20 @@ def test_swiglu_out_used_on_its_own(fused: bool, device: str) -> None:
         close(f"gradient of {name}", tensor.grad, gradient, 0.02)
 
 
+def test_aux_gets_no_gradient_from_rows_of_nobody(device: str) -> None:
+    """Zeros there, whatever the memory held, so that anomaly mode and norms see none of it."""
+    tensors, offs = example(64, 96, device)
+    offs = offs - 64
+    x, w_up, _, w_down, _ = tensors.values()
+    for width in (64, 2 * 96):  # what freed memory holds
+        torch.full((x.shape[0], width), float("nan"), device=device, dtype=x.dtype)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        a, aux = grouped_mm_swiglu(x, w_up, offs)
+        aux.retain_grad()
+        grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux).sum().backward()
+    assert not aux.grad[int(offs[-1]) :].any() and aux.grad[: int(offs[-1])].any()
+
+
 def test_rows_of_nobody(device: str) -> None:
     """Rows past offs[-1] may hold anything; results and gradients there are zero."""
     tensors, offs = example(64, 96, device)

@@ -156,11 +156,11 @@ struct alignas(16) Planner {
       x.slot_row[i] = row;
       if (row >= 0) {
         x.row_token[row] = i / int(x.top_k);
-        if (row_score != nullptr) row_score[row] = score[i];
+        if (score != nullptr) row_score[row] = score[i];
       }
       if (i >= rows) {  // no slot has this row
         x.row_token[i] = 0;
-        if (row_score != nullptr) row_score[i] = 0;
+        if (score != nullptr) row_score[i] = 0;
       }
     }
 #pragma unroll 1
