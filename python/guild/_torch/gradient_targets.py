@@ -281,7 +281,9 @@ def _listed(
             return found, []
     if there and len(shape) > 2:  # for a bias a copy costs next to nothing
         say_copied(f"{name}'s gradients")
-    target = new(shape, dtype=dtype if dtype in kinds else _widest(kinds), device=device)
+    wide = {_kind_of(t, existing) for t in tensors if t.requires_grad}
+    dtype = wide.pop() if len(wide) == 1 and wide <= {*kinds} else _widest(kinds)
+    target = new(shape, dtype=dtype, device=device)
     wanted = [(t, part) for t, part in zip(tensors, target, strict=True) if t.requires_grad]
     return Placed(target), wanted
 

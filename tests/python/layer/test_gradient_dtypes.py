@@ -103,3 +103,37 @@ def test_grad_dtype(how: str, device: str) -> None:
     for own, other in zip(*found, strict=True):
         assert own.dtype is other.dtype
         torch.testing.assert_close(other, own, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("first", ["bfloat16", pytest.param("frozen", marks=needs_grad_dtype)])
+def test_no_wide_gradient_of_a_list_is_rounded(first: str, delayed: bool, device: str) -> None:
+    """Whatever the list's first tensor wants: the others' float32 has all its bits."""
+    frozen, found = first == "frozen", []
+    for mixed in (False, True):
+        torch.manual_seed(0)
+        made = {"dtype": torch.bfloat16, "device": device}
+        lists = [list(torch.randn(3, *s, **made) / 8) for s in ((32, 16), (16, 16))]
+        lists = [[torch.nn.Parameter(t.clone()) for t in parts] for parts in lists]
+        for part in (part for parts in lists for part in parts):
+            if frozen:
+                part.grad_dtype = torch.float32
+            else:
+                part.main_grad = torch.zeros_like(part, dtype=torch.float32)
+        for parts in lists if mixed else ():
+            if frozen:
+                parts[0].requires_grad_(False)
+            else:
+                parts[0].main_grad = torch.zeros_like(parts[0])
+        x, ids = torch.randn(50, 16, **made), torch.arange(50, device=device)[:, None] % 3
+        sink = WeightGradients(main_grad=not frozen, delayed=delayed)
+        scores = torch.ones(50, 1, device=device)
+        out = guild.routed_experts(x, ids, scores, *lists, weight_gradients=sink)
+        out.backward(torch.randn(50, 16, **made))
+        if delayed:
+            sink.compute()
+        others = [part for parts in lists for part in parts[1:]]
+        found.append([part.grad if frozen else part.main_grad for part in others])
+    for own, other in zip(*found, strict=True):
+        assert own.dtype == torch.float32 and not torch.equal(own, own.bfloat16().float())
+        assert torch.equal(own, other)
