@@ -9,13 +9,9 @@ namespace guild {
 
 namespace {
 
-DType logits_dtype(DType operands) {
-  return operands == DType::float64 ? DType::float64 : DType::float32;
-}
-
 void check_bias(RouterLogits const& x) {
   if (x.bias == nullptr) return;
-  DType const wide = logits_dtype(x.dtype);
+  DType const wide = score_dtype(x.dtype);
   check_dtype(x.bias_dtype, "bias_dtype");
   require(x.bias_dtype == x.dtype || x.bias_dtype == wide, "bias_dtype: expected ",
           name_of(x.dtype), " or ", name_of(wide), ", got ", name_of(x.bias_dtype));
@@ -64,7 +60,7 @@ void check_pair(RouterLogits const& product, Route const& route) {
           " as in the product, got ", route.tokens);
   require(route.experts == product.experts, "experts: expected ", product.experts,
           " as in the product, got ", route.experts);
-  DType const dtype = logits_dtype(product.dtype);
+  DType const dtype = score_dtype(product.dtype);
   require(route.dtype == dtype, "dtype: expected ", name_of(dtype),
           " like the product's logits, got ", name_of(route.dtype));
 }

@@ -19,7 +19,7 @@ namespace guild::cuda {
 struct ChunkTiles : InnerTiles {
   GUILD_HD Tile at(int index, int group, int begin, int end) const {
     Tile tile = InnerTiles::at(index, group, begin, end);
-    tile.inner = (end - begin + 1) / 2;
+    tile.inner = (end - begin) / 2 + (end - begin) % 2;
     tile.inner_row = begin / int(kScaleBlock) + group;
     return tile;
   }
