@@ -97,11 +97,14 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokens = load(args.model, args.text.read_text(), device)
+    if args.steps < 1:
+        parser.error("--steps: expected at least 1")
     if len(tokens) <= args.length:
         parser.error(f"--text: expected more than {args.length} tokens (--length)")
     if args.lora:
         model = with_adapters(model, args.lora)
-    rate = args.rate or (3e-3 if args.model is None else 1e-4 if args.lora else 1e-5)
+    usual = 3e-3 if args.model is None else 1e-4 if args.lora else 1e-5
+    rate = usual if args.rate is None else args.rate
     losses = train(model, tokens, args.steps, args.batch, args.length, rate)
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     if args.out is not None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 
-# What a candidate raises that is out of memory, unsupported or wrong.
-EXPECTED: tuple[type[Exception], ...] = (RuntimeError, ArithmeticError, TypeError, ValueError)
-OUT_OF_MEMORY: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)
+from guild.train.failures import is_out_of_memory
+
+Noted = Callable[[Exception], bool]  # whether an error is noted; others end the benchmark
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether a candidate raises it that is out of memory, unsupported or wrong."""
+    return isinstance(error, RuntimeError | ArithmeticError | TypeError | ValueError | MemoryError)
+
+
+def is_any(error: Exception) -> bool:
+    """True: a file of candidates may raise whatever it likes."""
+    return True
 
 
 def note_failure(case: dict[str, Any], name: str, error: Exception, console: Console) -> None:
@@ -26,12 +35,14 @@ def noting(
     case: dict[str, Any],
     name: str,
     console: Console,
-    kinds: tuple[type[Exception], ...] = EXPECTED,
+    noted: Noted = is_expected,
 ) -> Iterator[None]:
-    """Note an error of one of `kinds` raised inside as a failure of the candidate."""
+    """Note an error raised inside as a failure of the candidate."""
     try:
         yield
-    except kinds as error:
+    except Exception as error:
+        if not noted(error):
+            raise
         note_failure(case, name, error, console)
 
 
@@ -40,7 +51,9 @@ def skipping(skipped: dict[str, str], name: str, console: Console) -> Iterator[N
     """Note that there was too little memory inside, for what is called `name`."""
     try:
         yield
-    except OUT_OF_MEMORY as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         skipped[name] = _first_line(error)
         console.print(f"[red]{escape(name)}:[/] {escape(skipped[name])}")
 

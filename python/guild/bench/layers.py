@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from guild.bench.candidates import Bound, Layer, make_candidate
-from guild.bench.failures import OUT_OF_MEMORY, note_failure, noting
+from guild.bench.failures import note_failure, noting
 from guild.bench.names import BASELINES, BOUNDS, LIMITED, PASSES
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
@@ -21,6 +21,7 @@ from guild.bench.problem import Problem, make_problems
 from guild.bench.record import record_head
 from guild.bench.reference import relative_errors, require_right
 from guild.bench.timing import free_memory, interleaved, median_ratio, summary_of
+from guild.train.failures import is_out_of_memory
 
 
 def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def _measure_shape(
             # Bounds do not depend on the routing: one serves all.
             bounds = {n: c for found in made.values() for n, c in found.items() if n in BOUNDS}
             made[routing] = bounds
-            with noting(cases[routing], "inputs", console, OUT_OF_MEMORY):
+            with noting(cases[routing], "inputs", console, is_out_of_memory):
                 given = shape, routing, plan.dtype, plan.device, plan.seed
                 problems = make_problems(*given, weights_of=problems, form=plan.form)
                 cases[routing]["input_sets"] = len(problems)
@@ -115,7 +116,7 @@ def _time(
         for candidates in made.values()
         for candidate in candidates.values()
     }
-    failed: dict[tuple[str, int], torch.OutOfMemoryError] = {}
+    failed: dict[tuple[str, int], Exception] = {}
     taken = interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls, failed)
     for routing, candidates in made.items():
         for name, candidate in list(candidates.items()):

@@ -15,13 +15,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from guild.bench.candidates import layer_module
-from guild.bench.failures import OUT_OF_MEMORY, noting
+from guild.bench.failures import noting
 from guild.bench.names import BOUNDS
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 from guild.bench.problem import Problem, make_problems
 from guild.bench.record import record_head
 from guild.bench.timing import free_memory
+from guild.train.failures import is_out_of_memory
 
 _LISTED = 16  # of the kept tensors in a record; plain PyTorch keeps several per expert
 SLOT_BYTES = 24  # of routing: ids, scores, and the sorted indices both ways
@@ -87,7 +88,7 @@ def measure_memory(plan: BenchPlan, console: Console) -> dict[str, Any]:
             with console.status(f"{name}, {routing} routing"):
                 case = {"name": name, "shape": shape._asdict(), "routing": routing}
                 case |= {"formula": memory_formula(shape, plan.dtype), "layers": {}, "failures": {}}
-                with noting(case, "inputs", console, OUT_OF_MEMORY):
+                with noting(case, "inputs", console, is_out_of_memory):
                     _measure_layers(case, shape, plan, console)
             cases.append(case)
             free_memory(plan.device)

@@ -152,7 +152,7 @@ def measure_parallel(
         `skipped` says why some of `beside` were not timed; a case's, why not on its shape.
     """
     if engine == TORCH:
-        use_nvshmem()
+        use_nvshmem(device)
     most = max(shape.tokens for shape in shapes.values())
     groups = _groups(engine, device, {"max_tokens": most, "capacity": capacity})
     group = next(iter(groups.values()))
@@ -306,6 +306,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         expect_valid(args)
         shapes, device, beside = shapes_of(args), device_of(args), beside_of(args)
+        if args.engine == TORCH:
+            use_nvshmem(device)
     except ValueError as error:
         parser.error(str(error))
     if device.type == "cuda":

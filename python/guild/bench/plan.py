@@ -55,7 +55,7 @@ class BenchPlan:
     num_sms : int or None
         Multiprocessors of the candidate "guild_sms".
     tokens : tuple of int
-        At decode, instead of each shape's own; empty for those.
+        At decode; empty: see `decode_tokens`.
     parts : tuple of str
         At decode, names from `names.PARTS`.
     peers : tuple of Path
@@ -120,11 +120,19 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
         calls=args.calls,
         seed=args.seed,
         num_sms=args.num_sms,
-        tokens=_tokens(args, on_gpu),
+        tokens=_tokens(args),
         parts=PARTS if args.parts is None else _names("parts", args.parts, PARTS),
         peers=tuple(args.peer),
         form=LayerForm(args.activation, args.bias, args.order, args.transposed),
     )
+
+
+def decode_tokens(plan: BenchPlan, name: str) -> tuple[int, ...]:
+    """The numbers of tokens of a shape at decode: the plan's, a preset's usual ones, or its own."""
+    if plan.tokens:
+        return plan.tokens
+    usual = DECODE_TOKENS if plan.device.type == "cuda" else _CPU_TOKENS
+    return usual if name in NAMED else (plan.shapes[name].tokens,)
 
 
 def _names(option: str, text: str, known: tuple[str, ...], more: str = "") -> tuple[str, ...]:
@@ -136,11 +144,10 @@ def _names(option: str, text: str, known: tuple[str, ...], more: str = "") -> tu
     return names
 
 
-def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
-    """Numbers of tokens at decode; none if all shapes give their own."""
+def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
+    """Numbers of tokens at decode; none if not given."""
     if args.tokens is None:
-        own = args.thiek and not args.preset
-        return () if own else DECODE_TOKENS if on_gpu else _CPU_TOKENS
+        return ()
     try:
         tokens = tuple(dict.fromkeys(int(part) for part in args.tokens.split(",")))
     except ValueError:
@@ -170,6 +177,8 @@ def _require_mode(args: argparse.Namespace) -> None:
     for stem in stems:
         if stems.count(stem) > 1:  # candidates are known by it
             raise ValueError(f"peer: expected files of different names, got {stem!r} twice")
+        if stem in DECODE_CANDIDATES:
+            raise ValueError(f"peer: expected a file of another name than {stem!r}, a candidate's")
     for name in ("rounds", "seconds", "calls"):  # nothing is timed
         default = BenchPlan.rounds if name == "rounds" else None
         if args.memory and getattr(args, name) != default:

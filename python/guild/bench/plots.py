@@ -60,7 +60,8 @@ def plot_bench(record: dict[str, Any], file: Path) -> None:
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xticks(range(len(shown)), [case["name"] for case in shown], fontsize=9)
-    axes[0, 0].legend(frameon=False, fontsize=9, ncols=len(names) or 1)
+    if names:
+        axes[0, 0].legend(frameon=False, fontsize=9, ncols=len(names))
     figure.savefig(file, dpi=130)
     plt.close(figure)
 

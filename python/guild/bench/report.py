@@ -28,7 +28,7 @@ def report(record: dict[str, Any]) -> str:
         f"{record['dtype']}{form_words(record)}, {record['date'][:10]}, commit "
         f"{short_commit(record['commit'])}{'' if record['mode'] == 'memory' else timed}."
     )
-    if record["mode"] == "layers":
+    if record["mode"] == "layers" and _timed(record):
         tables = [short_table(record), full_table(record)]
         if any("over_balanced" in _guild(c)["forward"] for c in record["cases"] if _guild(c)):
             tables.append(routing_table(record))

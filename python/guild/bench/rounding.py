@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 import guild
 from guild.bench.candidates import module_of
-from guild.bench.failures import OUT_OF_MEMORY, note_failure, noting
+from guild.bench.failures import note_failure, noting
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 from guild.bench.problem import Problem, make_problems
 from guild.bench.record import record_head
 from guild.bench.timing import Call, Replay, free_memory, interleaved, median_ratio, summary_of
 from guild.train.dropping import DroppingMoE, first_slots
+from guild.train.failures import is_out_of_memory
 
 TILE = 128  # rows of a tile of the grouped products
 CAPACITY = 1.0  # of the layer that drops
@@ -49,7 +50,7 @@ def measure_rounding(plan: BenchPlan, console: Console) -> dict[str, Any]:
                 case = {"name": name, "shape": shape._asdict(), "routing": routing}
                 case |= {"failures": {}, "rows": {}, "tile_rows": {}}
                 case["figures"] = {part: {} for part in PARTS}
-                with noting(case, "inputs", console, OUT_OF_MEMORY):
+                with noting(case, "inputs", console, is_out_of_memory):
                     _measure_case(case, shape, plan, console)
             cases.append(case)
             free_memory(plan.device)
@@ -59,7 +60,7 @@ def measure_rounding(plan: BenchPlan, console: Console) -> dict[str, Any]:
 
 def _measure_case(case: dict[str, Any], shape: Shape, plan: BenchPlan, console: Console) -> None:
     problems = make_problems(shape, case["routing"], plan.dtype, plan.device, plan.seed)
-    failed: dict[tuple[str, str], torch.OutOfMemoryError] = {}
+    failed: dict[tuple[str, str], Exception] = {}
     times = _time(_make_calls(problems, case, console), len(problems), plan, failed)
     for (_, name), error in failed.items():
         note_failure(case, name, error, console)
@@ -156,7 +157,7 @@ def _time(
     calls: dict[str, dict[str, Call]],
     problems: int,
     plan: BenchPlan,
-    failed: dict[tuple[str, str], torch.OutOfMemoryError] | None = None,
+    failed: dict[tuple[str, str], Exception] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of one routing or one step, by part and method, all in the same rounds.
 

@@ -18,6 +18,8 @@ from typing import TypeVar
 
 import torch
 
+from guild.bench.failures import Noted, is_expected
+
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 _CALIBRATION_SECONDS = 0.05
@@ -61,7 +63,8 @@ def interleaved(
     seconds: float,
     device: torch.device,
     calls_a_round: int | None = None,
-    failures: dict[Name, torch.OutOfMemoryError] | None = None,
+    failures: dict[Name, Exception] | None = None,
+    noted: Noted = is_expected,
 ) -> dict[Name, list[float]]:
     """Time every call in every round.
 
@@ -78,7 +81,9 @@ def interleaved(
     calls_a_round : int, optional
         Calls in a round, instead of `seconds`.
     failures : dict, optional
-        Gets the errors of calls that are out of memory. Without it such an error is raised.
+        Gets the errors of calls that fail. Without it such an error is raised.
+    noted : callable
+        Which errors it gets.
 
     Returns
     -------
@@ -106,8 +111,8 @@ def interleaved(
                 continue
             try:
                 step(name)
-            except torch.OutOfMemoryError as error:
-                if failures is None:
+            except Exception as error:
+                if failures is None or not noted(error):
                     raise
                 failed[name] = error.with_traceback(None)  # whose frames would hold memory
             if name in failed:

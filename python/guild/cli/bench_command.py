@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.errors import NotRenderableError
 
 from guild.bench.plan import plan_bench
 from guild.bench.results import make_folder, replacing
@@ -16,6 +19,7 @@ from guild.cli.streams import write_out
 from guild.provenance import make_current
 
 _DRAWN = ("layers", "decode")  # modes whose records have a plot
+_OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, NotRenderableError, TypeError)
 _LOG_WIDTH = 170  # of a table written to a file, for which rich would assume 80 columns
 
 
@@ -93,17 +97,25 @@ def _report(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
             drawn = " or ".join(_DRAWN)
             raise ValueError(f"out: expected a record of {drawn} to draw, got {record['mode']}")
         make_folder(args.out)
-    try:
+    with _expecting_whole(args.report, ValueError):
         text = json.dumps(record, indent=2) if args.json else report(record)
-    except (AttributeError, IndexError, KeyError, TypeError):
-        whole = "a whole record of this version of guild bench"
-        raise ValueError(f"report: expected {whole}, got {str(args.report)!r}") from None
     write_out(text)
     if args.out is not None:
         name = f"{_file_name(record)}.png"
-        _draw(record, args.out / name)
+        with _expecting_whole(args.report):  # a ValueError says that the file cannot be written
+            _draw(record, args.out / name)
         CommandConsole(stderr=True).print(f"results in {args.out}: {name}")
     return 0
+
+
+@contextmanager
+def _expecting_whole(file: Path, *more: type[Exception]) -> Iterator[None]:
+    """Raise ValueError for what a damaged record makes the code raise that reads it."""
+    try:
+        yield
+    except (*_OF_DAMAGE, *more):
+        whole = "a whole record of this version of guild bench"
+        raise ValueError(f"report: expected {whole}, got {str(file)!r}") from None
 
 
 def _require_report_alone(args: dict[str, Any], defaults: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from guild.cli.streams import drop_output
-from guild.train.failures import OtherRankError
+from guild.train.failures import OtherRankError, is_out_of_memory
 from guild.train.interrupt import INTERRUPTED
 
 FAILED, REFUSED = 1, 2
@@ -30,7 +30,7 @@ def told(command: str, error: BaseException) -> int | None:
         status, line = INTERRUPTED, "interrupted"
     elif isinstance(error, ImportError):
         line += _remedy(error)
-    elif _is_out_of_memory(error):
+    elif is_out_of_memory(error):
         why = line.strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
         line = f"out of memory: {why}" if why else "out of memory"
     elif _is_of_printing(error):
@@ -50,16 +50,6 @@ def _remedy(error: ImportError) -> str:
     """How to install a package that the commands need and the library does not."""
     missing = (error.name or "").partition(".")[0]
     return "; pip install 'guild[cli]' brings it" if missing in _PACKAGES else ""
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether host or GPU memory ran out: for the host's, torch has no error type of its own.
-
-    Compared by name, as torch may not be installed.
-    """
-    names = {kind.__name__ for kind in type(error).__mro__}
-    allocated = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return allocated or bool(names & {"MemoryError", "OutOfMemoryError"})
 
 
 def _describe(error: OSError) -> str:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 from guild.cli.bench_options import add_bench
-from guild.cli.commands import run_command
+from guild.cli.commands import command_of
 from guild.cli.failures import told
 from guild.cli.parsing import Formatter, Parser, path
 from guild.cli.streams import prepare_streams
@@ -186,12 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     with Interruption() as interruption:
         try:
-            status = run_command(args, bench_defaults=parser.parse_args(["bench"]))
+            run = command_of(args, bench_defaults=parser.parse_args(["bench"]))
+            interruption.imported()
+            status = run()
         except (Exception, KeyboardInterrupt) as error:
             # An import that is interrupted may raise anything.
             status = told(args.command, KeyboardInterrupt() if interruption.came else error)
             if status is None:
                 raise
         if status == INTERRUPTED and arguments is None:
-            interruption.ignore_more()
+            interruption.end_quietly()
         return status

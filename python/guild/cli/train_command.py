@@ -175,7 +175,8 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     if dtype == "auto":
         narrow = device.type == "cuda" or fp8 or moe == "fp8"
         dtype = "bfloat16" if narrow else "float32"
-    if dtype == "float32" and (fp8 or moe == "fp8"):
+    of_checkpoint = saved is not None and typed.get("dtype", "auto") == "auto"
+    if dtype == "float32" and (fp8 or moe == "fp8") and not of_checkpoint:
         raise ValueError("dtype: expected bfloat16 in FP8, got float32")
     if device.type == "cuda" and dtype == "float32" and moe != "plain":
         raise ValueError(

@@ -33,7 +33,9 @@ class _Handlers:
 class Interruption(_Handlers):
     """Context manager that raises KeyboardInterrupt on SIGINT and SIGTERM.
 
-    Signals that the process ignores, or handles in another way, stay as they are.
+    Until `imported` is called the first signal is only remembered: torch loses exceptions that are
+    raised while it imports NumPy. Signals that the process ignores, or handles in another way, stay
+    as they are.
 
     Attributes
     ----------
@@ -43,7 +45,7 @@ class Interruption(_Handlers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.came = False
+        self.came, self._waits = False, True
 
     def __enter__(self) -> Interruption:
         with contextlib.suppress(ValueError):  # not the main thread: signals go elsewhere
@@ -54,13 +56,22 @@ class Interruption(_Handlers):
                     self._previous[number] = handler
         return self
 
-    def ignore_more(self) -> None:
-        """Ignore further SIGTERMs, which schedulers send, to the end of the process."""
-        if self._previous.pop(signal.SIGTERM, None) is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def imported(self) -> None:
+        """From now on raise at once; raises if there was a signal before."""
+        self._waits = False
+        if self.came:
+            raise KeyboardInterrupt
+
+    def end_quietly(self) -> None:
+        """To the end of the process: Ctrl-C ends it at once, schedulers' SIGTERMs are ignored."""
+        for number, how in ((signal.SIGINT, signal.SIG_DFL), (signal.SIGTERM, signal.SIG_IGN)):
+            if self._previous.pop(number, None) is not None:
+                signal.signal(number, how)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        first, self.came = not self.came, True
+        if self._waits and first:
+            return
         if number == signal.SIGTERM:  # the next one must not end what tidies up
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt

@@ -12,8 +12,8 @@ import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator
@@ -338,7 +338,7 @@ def _wrong_in(row: object) -> str | None:
         asked["seconds"] = (lambda v: _is_number(v) and v > 0, "a positive number")
         asked["load"] = (_is_list_of_numbers, "a list of numbers")
     else:
-        asked["validation_loss"] = (lambda v: type(v) in (int, float), "a number")
+        asked["validation_loss"] = (lambda v: type(v) is float or _is_number(v), "a number")
     for name, (is_right, expected) in asked.items():
         if name not in row:
             return f"no {name} in it"
@@ -348,7 +348,7 @@ def _wrong_in(row: object) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _is_list_of_numbers(value: Any) -> bool:

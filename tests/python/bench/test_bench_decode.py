@@ -29,12 +29,12 @@ from guild.bench.decode.measure import decode_figures, measure_decode, work_of
 from guild.bench.decode.rates import Rates, measured_rates
 from guild.bench.decode.table import decode_table
 from guild.bench.form import LayerForm
-from guild.bench.plan import BenchPlan
+from guild.bench.plan import BenchPlan, decode_tokens, plan_bench
 from guild.bench.plots import plot_decode
 from guild.bench.presets import DECODE_PRESETS, PRESETS, Shape
 from guild.bench.problem import DECODE_ROUTINGS
 from guild.bench.report import report
-from guild.cli.main import main
+from guild.cli.main import main, make_parser
 
 CPU = torch.device("cpu")
 TINY = Shape(tokens=6, hidden=32, intermediate=16, experts=8, top_k=2)
@@ -258,6 +258,50 @@ def test_candidate_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert case["figures"].keys() == {"torch"}
 
 
+LATE = """
+calls = []
+
+def decode_candidates(layers, part):
+    def late(layer):
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyError("late")
+        return layer.x * 0 + want(layer)
+    def want(layer):
+        from guild.bench.decode.candidates import expected_output
+        return expected_output(layer).to(layer.x.dtype)
+    return {"late": late}
+"""
+
+
+@pytest.mark.usefixtures("quick_rates")
+def test_a_candidate_that_fails_while_it_is_timed(tmp_path: Path) -> None:
+    """With any error; the others' figures are complete."""
+    (tmp_path / "peer.py").write_text(LATE)
+    peers = (tmp_path / "peer.py",)
+    record = measure_decode(plan_of(tokens=(1,), parts=("experts",), peers=peers), quiet())
+    (case,) = record["cases"]
+    assert case["failures"] == {"late": "'late'"}
+    assert case["figures"].keys() == {"guild", "torch"}
+
+
+@pytest.mark.usefixtures("quick_rates")
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "peer.py").write_text("def decode_candidates(*_): return {3: print}")
+    peers = (tmp_path / "peer.py",)
+    record = measure_decode(plan_of(tokens=(1,), parts=("experts",), peers=peers), quiet())
+    assert record["cases"][0]["failures"] == {"peer": "peer: expected names, got 3"}
+
+
+def test_tokens_of_presets_and_of_a_shape() -> None:
+    """A preset has the usual numbers, a shape of one's own has its own; or both those given."""
+    words = ["bench", "--decode", "--device", "cpu", "--preset", "trainer"]
+    words += ["--thiek", "7,16,8,4,2"]
+    for more, expected in (([], [(1, 4, 16), (7,)]), (["--tokens", "2"], [(2,), (2,)])):
+        plan = plan_bench(make_parser().parse_args([*words, *more]))
+        assert [decode_tokens(plan, name) for name in plan.shapes] == expected
+
+
 def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's time is divided by its number of layers."""
     monkeypatch.setattr(
@@ -286,6 +330,8 @@ def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
             "peer: expected files of different names, got 'empty' twice",
         ),
         ("--peer {tmp}/broken.py", "peer: '.*broken.py' cannot be run"),
+        ("--peer {tmp}/exits.py", "peer: '.*exits.py' cannot be run"),
+        ("--peer {tmp}/torch.py", "peer: expected a file of another name than 'torch'"),
         ("--thiek 4,8,8,16,2", "thiek: expected hidden of at least experts = 16, got 8"),
     ],
 )
@@ -295,6 +341,7 @@ def test_wrong_words(
 ) -> None:
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
     given = words.format(tmp=tmp_path).split()
     assert main(["bench", "--decode", "--device", "cpu", *given]) == 2
     assert re.search(f"guild bench: {message}", capsys.readouterr().err)

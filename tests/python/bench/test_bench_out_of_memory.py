@@ -129,8 +129,16 @@ ALL = {
 }
 
 
+def out_of_host_memory(*_: object, **__: object) -> None:
+    """As torch says it, which has no error type for the CPU's memory."""
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("out_of_memory", [out_of_memory, out_of_host_memory])
 @pytest.mark.parametrize("mode", [mode for mode in ALL if mode != "decode"])
-def test_inputs_out_of_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_out_of_memory(
+    mode: str, out_of_memory: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A shape that does not fit is noted; the next one is timed."""
     module, measure, table = ALL[mode]
     real = module.make_problems
@@ -144,13 +152,17 @@ def test_inputs_out_of_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bench_float8, "why_not", lambda *_: "not wanted here")
     record = measure(plan_of(mode), quiet())
     first, second = record["cases"]
-    assert list(first["failures"].values()) == [MESSAGE]
+    (said,) = first["failures"].values()
+    assert said == MESSAGE or "DefaultCPUAllocator" in said
     assert second["failures"] == {}
     quiet().print(table(record))
 
 
+@pytest.mark.parametrize("out_of_memory", [out_of_memory, out_of_host_memory])
 @pytest.mark.parametrize("name", ["make_weights", "make_layers", "expected_output"])
-def test_decode_inputs_out_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_inputs_out_of_memory(
+    name: str, out_of_memory: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, asked = getattr(bench_decode, name), []
 
     def full(*args: Any, **options: Any) -> Any:
@@ -160,7 +172,8 @@ def test_decode_inputs_out_of_memory(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench_decode, name, full)
     record = bench_decode.measure_decode(plan_of("decode"), quiet())
     (case,) = record["cases"]
-    assert case["name"] == "second" and list(record["skipped"].values()) == [MESSAGE]
+    (said,) = record["skipped"].values()
+    assert case["name"] == "second" and (said == MESSAGE or "DefaultCPUAllocator" in said)
     quiet().print(decode_table(record))
 
 

@@ -108,6 +108,7 @@ def test_wrong_options(
         ("--capacity 1.5 --engine nccl", "capacity: expected none with --engine nccl"),
         ("--thiek 64,16,8,33,2", "thiek: expected hidden of at least experts = 33, got 16"),
         ("--thiek 64,16,8,6,2", "device: 'cuda:0' asked for, this machine has 0 GPUs"),
+        ("--thiek 64,16,8,6,2 --device cpu --engine torch", "engine: expected GPUs and a torch"),
         ("--rounds 0", "rounds: expected at least 1, got 0"),
         ("--tokens 0", "tokens: expected at least 1, got 0"),
         ("--seconds nan", "seconds: expected a positive number, got nan"),

@@ -145,6 +145,41 @@ def test_report_of_something_else(text: str | None, message: str, tmp_path: Path
         read_record(file)
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("cases", 0, "figures", "guild", "forward", "ms", "median"), "fast"),
+        (("cases", 0, "figures", "guild", "forward", "ms", "median"), 10**400),
+        (("cases", 0, "figures", "guild", "forward", "over_bound", "high"), "fast"),
+        (("cases", 0, "routing"), {}),
+    ],
+)
+def test_report_of_a_damaged_record(
+    place: tuple, value: object, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """One line, whether the text or the plot needs what is damaged."""
+    record = json.loads(RECORDED[0].read_text())
+    *way, last = place
+    part = record
+    for step in way:
+        part = part[step]
+    part[last] = value
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(record))
+    assert main(["bench", "--report", str(file), "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("guild bench: report: expected a whole record") and "\n" not in said[:-1]
+
+
+def test_report_of_others_alone() -> None:
+    """What was timed without Guild is shown too."""
+    record = json.loads(RECORDED[0].read_text())
+    for case in record["cases"]:
+        case["figures"].pop("guild")
+    bound = record["cases"][0]["figures"]["bound"]["forward"]["ms"]["median"]
+    assert f"{bound:.3f}" in report(record)
+
+
 # ---- sweep --------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ WRONG_ROWS = {
     '{"step": 1, "moe": ["guild"]}': "moe: expected one of guild, plain, fp8, got ['guild']",
     '{"step": 1, "moe": "guild"}': "no validation_loss in it",
     '{"step": 1, "moe": "guild", "validation_loss": "low"}': "expected a number, got 'low'",
+    f'{{"step": 1, "moe": "guild", "validation_loss": 1{400 * "0"}}}': "expected a number, got 1",
     **{
         json.dumps(
             {**STEP_ROW, "step": 11, name: value}
@@ -29,6 +30,7 @@ WRONG_ROWS = {
         for name, value, expected in (
             ("loss", "low", "a finite number"),
             ("loss", math.nan, "a finite number"),
+            ("loss", 10**400, "a finite number"),
             ("seconds", 0, "a positive number"),
             ("seconds", None, "a positive number"),
             ("load", 1.0, "a list of numbers"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from guild.train.interrupt import INTERRUPTED, StopRequest
+from guild.train.interrupt import INTERRUPTED, Interruption, StopRequest
 from guild.train.run_folder import RunFolder
 from short_runs import call_train
 from training import small_settings, train
@@ -93,11 +93,33 @@ def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_is_remembered(number: int) -> None:
+    """torch loses an exception that is raised while it imports NumPy."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Interruption() as interruption:
+            signal.raise_signal(number)
+            assert interruption.came
+            with pytest.raises(KeyboardInterrupt):
+                interruption.imported()
+        with Interruption() as interruption:
+            signal.raise_signal(number)
+            with pytest.raises(KeyboardInterrupt):  # the second one does not wait
+                signal.raise_signal(number)
+        with Interruption() as interruption:
+            interruption.imported()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_process_that_ends_ignores_more_sigterms() -> None:
     """Which come while torch tidies up: its exit status is to say that it was interrupted."""
     code = (
         "import os, signal, sys, guild.cli.main as command\n"
-        "command.run_command = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "command.command_of = lambda *_, **__: lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.argv = ['guild', 'info']\n"
         "status = command.main()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"

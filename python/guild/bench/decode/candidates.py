@@ -70,7 +70,7 @@ def peer_of(file: Path) -> Callable[[list[DecodeLayer], str], dict[str, Candidat
     sys.path.insert(0, str(file.parent))  # as for a script, so that it can import its neighbours
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a foreign file raises
+    except (Exception, SystemExit) as error:  # whatever a foreign file raises
         raise ValueError(f"peer: {str(file)!r} cannot be run ({error!r})") from None
     if not callable(getattr(module, "decode_candidates", None)):
         raise ValueError(f"peer: expected a function decode_candidates in {str(file)!r}")

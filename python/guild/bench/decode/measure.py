@@ -29,8 +29,8 @@ from guild.bench.decode.layers import (
     make_weights,
 )
 from guild.bench.decode.rates import Rates, measured_rates
-from guild.bench.failures import note_failure, noting, skipping
-from guild.bench.plan import BenchPlan
+from guild.bench.failures import is_any, note_failure, noting, skipping
+from guild.bench.plan import BenchPlan, decode_tokens
 from guild.bench.presets import Shape
 from guild.bench.problem import Weights
 from guild.bench.record import record_head
@@ -47,7 +47,6 @@ from guild.bench.timing import (
 
 GRAPH, EAGER = "graph", "eager"
 _HOST_CALLS, _HOST_REPEATS = 40, 5
-_ANY = (Exception,)  # a file of candidates may raise whatever it likes
 Key = tuple[str, str, str]  # part, candidate, GRAPH or EAGER
 Peers = dict[str, Callable[[list[DecodeLayer], str], dict[str, Candidate]]]
 
@@ -74,7 +73,7 @@ def measure_decode(plan: BenchPlan, console: Console) -> dict[str, Any]:
             weights: list[Weights] = []
             with skipping(skipped, name, console):
                 weights = make_weights(shape, plan.form, plan.dtype, plan.device, generator)
-            for routing, tokens in product(plan.routings, plan.tokens or (shape.tokens,)):
+            for routing, tokens in product(plan.routings, decode_tokens(plan, name)):
                 if not weights:
                     break
                 status.update(f"{name}, {routing} routing: {tokens} tokens")
@@ -112,7 +111,7 @@ def _measure_tokens(
         case |= {"failures": {}, "errors": {}, **work_of(shape, part, plan.dtype, hit, rates)}
         cases[part] = case
         for name, make in _makers(part, layers, peers, plan, case, console):
-            with noting(case, name, console, _ANY):
+            with noting(case, name, console, is_any):
                 call = make()
                 _check(call(layers[0]), want, plan.dtype, case["errors"], name)
                 turn = _turn(call, layers)
@@ -120,7 +119,7 @@ def _measure_tokens(
                     taken = _captured(turn, len(layers), pool, name)
                     calls[part, name, GRAPH], counts[part, name, GRAPH] = taken
                 calls[part, name, EAGER], counts[part, name, EAGER] = turn, 1
-    failed: dict[Key, torch.OutOfMemoryError] = {}
+    failed: dict[Key, Exception] = {}
     times = _time(calls, counts, plan, failed)
     for part, case in cases.items():
         for (_, name, _), error in ((k, e) for k, e in failed.items() if k[0] == part):
@@ -172,8 +171,10 @@ def _makers(
         yield name, partial(own_candidate, name, layers, part)
     taken = set(plan.candidates)
     for file, peer in peers.items():
-        with noting(case, file, console, _ANY):
+        with noting(case, file, console, is_any):
             found = peer(layers, part)
+            if strange := [name for name in found if not isinstance(name, str)]:
+                raise TypeError(f"peer: expected names, got {strange[0]!r}")
             if clash := taken & found.keys():
                 raise ValueError(f"peer: expected names of its own, got {sorted(clash)}")
             taken |= found.keys()
@@ -208,7 +209,7 @@ def _time(
     calls: dict[Key, Call],
     counts: dict[Key, int],
     plan: BenchPlan,
-    failed: dict[Key, torch.OutOfMemoryError] | None = None,
+    failed: dict[Key, Exception] | None = None,
 ) -> dict[Key, list[float]]:
     """Milliseconds per layer. Single calls get a quarter of the time that graphs get.
 
@@ -217,7 +218,7 @@ def _time(
     times: dict[Key, list[float]] = {}
     for how, seconds in ((GRAPH, plan.seconds), (EAGER, plan.seconds / 4)):
         mine = {key: call for key, call in calls.items() if key[2] == how}
-        taken = interleaved(mine, plan.rounds, seconds, plan.device, plan.calls, failed)
+        taken = interleaved(mine, plan.rounds, seconds, plan.device, plan.calls, failed, is_any)
         times |= {key: [ms / counts[key] for ms in each] for key, each in taken.items()}
     return times
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import guild
 from guild.bench.candidates import Layer, module_of
-from guild.bench.failures import OUT_OF_MEMORY, note_failure, noting
+from guild.bench.failures import note_failure, noting
 from guild.bench.float8.rowwise import RowwiseLayer, why_not
 from guild.bench.float8.rowwise_passes import Passes, torch_passes, torchao_passes
 from guild.bench.float8.steps import step_calls
@@ -33,6 +33,7 @@ from guild.bench.problem import Problem, make_problems
 from guild.bench.record import record_head
 from guild.bench.reference import relative_errors, require_right
 from guild.bench.timing import free_memory, interleaved, median_ratio, summary_of
+from guild.train.failures import is_out_of_memory
 
 RECIPES: dict[str, guild.FP8 | None] = {
     "bf16": None,
@@ -102,7 +103,7 @@ def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
             with console.status(f"{name}, {routing} routing"):
                 case = {"name": name, "shape": shape._asdict(), "routing": routing}
                 case |= {"failures": {}, "errors": {}, "saved_bytes": {}, "figures": {"steps": {}}}
-                with noting(case, "inputs", console, OUT_OF_MEMORY):
+                with noting(case, "inputs", console, is_out_of_memory):
                     _measure_case(case, shape, plan, peers, console)
             cases.append(case)
             free_memory(plan.device)
@@ -123,7 +124,7 @@ def _measure_case(
         steps = step_calls(problems[0], layers["fp8"].weights())
         parts |= {("steps", step): call for step, call in steps.items()}
     amount = plan.rounds, plan.seconds, plan.device, plan.calls
-    failed: dict[tuple[str, str], torch.OutOfMemoryError] = {}
+    failed: dict[tuple[str, str], Exception] = {}
     times = interleaved(_passes(layers), *amount, failed) | interleaved(parts, *amount, failed)
     for (name, part), error in failed.items():
         note_failure(case, name if name in layers else f"{name}: {part}", error, console)

@@ -26,19 +26,22 @@ from guild.bench.ranks.dispatchers import DispatchedLayer
 TORCH = "torch"  # the engine's name
 
 
-def use_nvshmem() -> None:
+def use_nvshmem(device: torch.device) -> None:
     """Choose torch's NVSHMEM backend; called before any symmetric memory is allocated.
 
     Raises
     ------
-    RuntimeError
-        If this torch does not have it.
+    ValueError
+        If this torch does not have it, or the device is not a GPU.
     """
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast is not used here
     from torch.distributed import _symmetric_memory as symmetric
 
-    if not (hasattr(symmetric, "is_nvshmem_available") and symmetric.is_nvshmem_available()):
-        raise RuntimeError("engine: torch's all-to-all needs its NVSHMEM backend, which is missing")
+    found = hasattr(symmetric, "is_nvshmem_available") and symmetric.is_nvshmem_available()
+    if device.type != "cuda" or not found:
+        raise ValueError(
+            "engine: expected GPUs and a torch with its NVSHMEM backend for torch's all-to-all"
+        )
     symmetric.set_backend("NVSHMEM")
 
 
