@@ -18,6 +18,11 @@ PeerStreams streams_of(Numbers const& streams, Tensor const& counter) {
           static_cast<int32_t*>(counter.data_ptr())};
 }
 
+int64_t height_of(Tensor const& matrix, char const* name) {
+  require_dims(matrix, name, 2);
+  return matrix.size(0);
+}
+
 // The layer of this rank's experts: its tokens are those of all ranks. room: as in Sizes.
 Layer whole_layer(Place const& place, PeerMemory const& memory, Tensor const& x, int64_t top_k,
                   int64_t room, Tensor const& w_down, Activation const& activation,
@@ -181,10 +186,8 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
                        bool interleaved, bool transposed, int64_t wanted) {
   Place const place(dout, "dout");
   PeerMemory const m = memory_of(place, peers, memory);
-  require_dims(dout, "dout", 2);
-  require_dims(h, "h", 2);
   require_dims(by_slot, "by_slot", 2);
-  int64_t const top_k = by_slot.size(1), tokens = dout.size(0);
+  int64_t const top_k = by_slot.size(1), tokens = height_of(dout, "dout");
   Layer const layer = whole_layer(place, m, rows, top_k, length_of(row_token, "row_token"), w_down,
                                   activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                   interleaved, transposed);
@@ -195,7 +198,8 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
       backward_routing(place, layer, slots, offsets, row_token, slot_row, row_score);
   place.rows(dout, "dout", dtype, {tokens, s.hidden});
   Weights const w{w_up, w_gate, w_down};
-  bool const again = h.size(0) == 0, wants_rows = wanted & kRows, wants_scores = wanted & kScores;
+  bool const again = height_of(h, "h") == 0, wants_rows = wanted & kRows,
+             wants_scores = wanted & kScores;
   Tensor const made = again ? place.empty({s.rows(), layer.width()}, dtype) : h;
   Tensor const pulled = place.empty({s.tokens, s.hidden}, dtype);
   auto [g, args] = backward_call(place, layer, routing, slots, pulled, rows, made, w, b_down,
@@ -207,9 +211,8 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   args.workspace = workspace.data_ptr();
   Tensor const counter = place.empty_int32({1});
 
-  PeerBackward b;
   Published const published = publish_of(place, m, dout, std::nullopt, std::nullopt, 1);
-  b.publish = published.args;
+  PeerBackward b{.publish = published.args};
   b.layer = args;
   b.streams = streams_of(streams, counter);
   set_barriers(b, m, seconds, facts, facts_returned, report);
@@ -219,8 +222,7 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
     b.again = again_of(layer, routing,
                        forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr), made);
   }
-  int32_t const* const tokens_of = place.indices(counts, "counts", {m.ranks});
-  b.push = push_of(m, s, dtype, routing.slot_row, tokens_of);
+  b.push = push_of(m, s, dtype, routing.slot_row, place.indices(counts, "counts", {m.ranks}));
   b.push.y = args.dx_rows;
   b.scores = push_scores_of(b.pull, score, args.dscores);
   b.collect =

@@ -11,7 +11,8 @@ from torch import Tensor
 from guild._torch.float8_formats import E4M3, blocks
 from guild._torch.float8_steps import Codes, DataGradients, Recipe, new_chunks
 from guild._torch.float8_weights import halves_of
-from guild._torch.operators import LayerFlags, gradient_maker, ops
+from guild._torch.gradient_memory import gradient_maker
+from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
 
 

@@ -33,7 +33,8 @@ from guild._torch.float8_steps import (
     row_scales,
     up_step,
 )
-from guild._torch.operators import LayerFlags, gradient_maker, ops
+from guild._torch.gradient_memory import gradient_maker
+from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
 from guild.activations import to_concatenated, to_interleaved
 

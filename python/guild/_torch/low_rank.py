@@ -30,7 +30,8 @@ from guild._torch.autograd import (
     with_lists,
     without_lists,
 )
-from guild._torch.operators import LayerFlags, gradient_maker, ops, score_dtype
+from guild._torch.gradient_memory import gradient_maker
+from guild._torch.operators import LayerFlags, ops, score_dtype
 from guild._torch.row_routing import RowRouting
 from guild.activations import Activation
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from guild._torch import library
 from guild._torch.checks import autocast_dtype
+from guild._torch.gradient_memory import gradient_maker
 
 LIBRARY = library.load()
 ops = torch.ops.guild
@@ -211,19 +212,6 @@ def moe_forward_fake(
 
 
 _fake("moe_forward")(moe_forward_fake)
-
-
-def stacked_like(weight: Tensor) -> Tensor:
-    """A new tensor of a weight's shape: its matrices one after the other, each with its strides."""
-    experts, rows, columns = weight.shape
-    if weight.stride(1) >= weight.stride(2):
-        return weight.new_empty(experts, rows, columns)
-    return weight.new_empty(experts, columns, rows).mT
-
-
-def gradient_maker(lists: bool) -> Callable[[Tensor], Tensor]:
-    """What makes memory for a weight's gradient; lists: weights are views of uneven lists."""
-    return stacked_like if lists else torch.empty_like
 
 
 def _has_lists(arguments: Sequence[Any]) -> bool:
