@@ -49,11 +49,12 @@ class Activation:
     gated : bool
         With a gate the up projection has 2I outputs, gate and up; without one it has I.
     alpha : float
-        Slope inside SiLU's sigmoid. Like the next two, in float32's normal range or 0.
+        Slope inside SiLU's sigmoid: in float32's normal range or 0.
     limit : float
         `gate` is clamped to at most this, `up` to [-limit, limit]. Gradients are zero there.
+        Positive; infinite, the default: no clamp.
     up_offset : float
-        Added to up after its clamp.
+        Added to up after its clamp: in float32's normal range or 0.
     clamp_after : bool
         Clamp act(gate) instead of gate.
 

@@ -140,8 +140,8 @@ def routed_experts(
         for experts of other ranks, whose slots are skipped.
     fp8 : FP8 or FP8Weights, optional
         Run the products in FP8, with weights quantised in this call (`FP8`) or before
-        (`FP8Weights`). x must be bfloat16 or float16; weights may be float32 too. Not with low-rank
-        terms.
+        (`FP8Weights`), not FP8(cached=True). x must be bfloat16 or float16; weights may be float32
+        too. Not with low-rank terms.
 
     Returns
     -------

@@ -93,6 +93,8 @@ def grouped_mm(
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it.
+    NotImplementedError
+        Under forward-mode AD, and with out under torch.func.vmap.
     """
     given = {"mat_a": mat_a, "mat_b": mat_b}
     a, b = (joined(name, value) for name, value in given.items())
@@ -244,6 +246,8 @@ def grouped_mm_swiglu(
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it.
+    NotImplementedError
+        Under forward-mode AD.
     """
     act = _pair_activation(swiglu_alpha, swiglu_limit, up_offset, activation)
     interleaved = is_interleaved(order)

@@ -109,12 +109,10 @@ class MoE(LayerState):
         A torch.nn.Linear that returns float32 logits. It may have hooks, parametrisations or a
         bias, or be replaced or wrapped by another module, (tokens, hidden) -> (tokens, experts); it
         is then called, as with `return_routing` and, in training, `balance_over` or rounding.
-        Otherwise router and experts run as one op.
     router.weight, router.bias : torch.nn.Parameter
         (experts, hidden); (experts,) with `router_bias`.
     router.selection_bias : torch.Tensor
-        float32 (experts,), a buffer; with Router(selection_bias=True). It stays float32 when the
-        layer is converted.
+        float32 (experts,), a buffer; with Router(selection_bias=True). Conversions leave it alone.
     w_up, w_down : torch.nn.Parameter
         (experts, 2 * intermediate, hidden), gate first unless `order` says otherwise, or
         (experts, intermediate, hidden) without a gate; (experts, hidden, intermediate).
@@ -247,6 +245,8 @@ class MoE(LayerState):
         TypeError, ValueError
             If the shape, dtype or device of x, token_mask or out does not fit, or a router of your
             own returns something other than logits.
+        RuntimeError
+            With FP8(cached=True), if `guild.refresh_fp8` was forgotten after weights changed.
         """
         if token_mask is None and out is None and return_routing is False:
             found = quick_output(self, x)

@@ -120,6 +120,8 @@ class WeightGradients:
         ValueError
             If a gradient can no longer be written where it should go. The same passes stay pending.
 
+        Notes
+        -----
         After any other error, such as torch.OutOfMemoryError, the pass stays pending, too; what it
         has written is not written again.
         """

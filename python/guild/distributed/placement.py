@@ -306,14 +306,19 @@ def clip_grad_norm_(
     parameters : torch.Tensor or iterable of torch.Tensor
         DTensors of any meshes and placements, and tensors.
     max_norm : float
-        Gradients are scaled down to it where their norm is larger.
+        Above 0. Gradients are scaled down to it where their norm is larger.
     norm_type : float
-        Order of the norm; infinite for the largest absolute value.
+        Order of the norm, above 0; infinite for the largest absolute value.
 
     Returns
     -------
     torch.Tensor
         The norm before scaling, float32.
+
+    Raises
+    ------
+    ValueError
+        If max_norm or norm_type is not above 0.
     """
     expect_positive("max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -88,7 +88,7 @@ def quantize(
     x : torch.Tensor
         (rows, columns), bfloat16, float16 or float32, columns contiguous.
     dtype : torch.dtype
-        float8_e4m3fn or float8_e5m2; not read for "nvfp4".
+        float8_e4m3fn or float8_e5m2; has no effect for "nvfp4".
     format : {"blockwise", "mxfp8", "nvfp4"}
         See above.
     scale : str, optional
