@@ -17,11 +17,12 @@ def run_info() -> int:
     """Print the facts; return 0 when Guild's layer runs on this machine, 1 when it does not."""
     library, why = library_state()
     kernels = library is not None and torch.ops.guild.cuda_built()
+    threads = torch.get_num_threads()
     rows = [
         ("guild", f"{__version__}, commit {commit() or 'unknown'}"),
         ("python", f"{platform.python_version()}, {platform.platform()}"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"),
-        ("processor", f"{processor_name()}, {torch.get_num_threads()} threads"),
+        ("processor", f"{processor_name()}, {threads} thread{'' if threads == 1 else 's'}"),
         ("driver", driver_version() or "none found"),
         *(("GPU", line) for line in gpu_lines()),
         ("library", library or why),

@@ -55,11 +55,11 @@ def _add_layers(table: Table, case: dict[str, Any]) -> None:
     for place, name in enumerate(n for n in case["saved_bytes"] if n in case["figures"]):
         found = case["figures"][name]
         first = ["", ""] if place else [case["name"], case["routing"]]
-        cells = []
+        cells, tflops = [], found["both"]["tflops"]
         for part in FP8_PASSES:
             cells += [f"{found[part]['ms']['median']:.3f}", _ratio(found[part].get("speedup"))]
         cells += [
-            f"{found['both']['tflops']:.0f}",
+            f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.2g}",
             _ratio(found.get("with_weights")),
             f"{case['saved_bytes'][name] / _MIB:.1f}",
             *(f"{case['errors'][name][n]:.1e}" for n in ("out", "w_up_gradient")),
