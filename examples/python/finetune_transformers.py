@@ -94,11 +94,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--out", type=Path, help="folder to save to")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps: expected at least 1")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokens = load(args.model, args.text.read_text(), device)
-    if args.steps < 1:
-        parser.error("--steps: expected at least 1")
     if len(tokens) <= args.length:
         parser.error(f"--text: expected more than {args.length} tokens (--length)")
     if args.lora:

@@ -65,8 +65,8 @@ class WeightGradients:
     None in place of a gradient, and post-accumulate hooks see `.grad` as it is then, if delayed
     without the new gradient. They are summed in the order of the backward passes, with the same
     bits in every run. Backward passes in several threads write one after the other, in any order.
-    Gradients have no graph either: backward with create_graph=True and torch.func's transforms
-    raise NotImplementedError.
+    Gradients have no graph either: backward with create_graph=True, torch.func's transforms and
+    compiled autograd raise NotImplementedError.
 
     With main_grad=True, parameters that have the attribute `grad_added_to_main_grad` follow the
     contract of Megatron-Core and Transformer Engine: backward sets it to True and hands autograd a

@@ -180,7 +180,7 @@ def _backward(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
     if recipe.keeps_codes:
         source = Codes(codes, x_scales)
     elif recipe.regroups and (wanted.up or not keep):
-        # Chunks of codes take less time than those of 16-bit rows, whose quantisation included.
+        # Quantising X and making chunks of its codes takes less time than chunks of 16-bit rows.
         source = quantized_rows(x, E4M3, recipe.scales)
     kept = Kept(h, h_scales if recipe.save_codes else None)
     again = source, routing, experts, bias, flags, recipe, dout.dtype

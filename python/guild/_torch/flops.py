@@ -1,20 +1,30 @@
 """FLOPs of the ops, for `torch.utils.flop_counter.FlopCounterMode`.
 
-As in torch's own formulas a product of m x k and k x n counts 2 m n k, and nothing else counts.
-Where the routing is not known on the host, rows are counted as if every slot had an expert: tokens
-times top_k, or the length of the lists. Over several ranks that is a rank's share if all send as
-many.
+As in torch's own formulas a product of m x k and k x n counts 2 m n k. Else only the router's part
+of dX counts, a sum over the weights of the chosen experts. Where the host does not know the
+routing, rows are counted as if every slot had an expert: tokens times top_k, or all slots that
+lists have room for. Over several ranks that is a rank's share if all send as many.
+
+torch's RuntimeEstimator refuses ops with a formula whose results have several dtypes, as a layer's.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+
+_log = logging.getLogger("torch.utils.flop_counter")  # warns at its import if Triton is missing
+_level = _log.level
+_log.setLevel(logging.ERROR)
+from torch.utils.flop_counter import register_flop_formula  # noqa: E402
+
+_log.setLevel(_level)
 
 Formula = Callable[[SimpleNamespace], Any]  # of an op's arguments by name, defaults included
 
@@ -40,7 +50,7 @@ def count(name: str) -> None:
 
 def _experts(rows: Any, *weights: Tensor | None) -> Any:
     """Products of rows with their expert's matrix of each of the weights (E, outputs, inputs)."""
-    return 2 * rows * sum(w[0].numel() for w in weights if w is not None and w.shape[0] > 0)
+    return 2 * rows * sum(math.prod(w.shape[1:]) for w in weights if w is not None)
 
 
 def _all(rows: Any, *weights: Tensor | None) -> Any:

@@ -281,9 +281,9 @@ def _listed(
             return found, []
     if there and len(shape) > 2:  # for a bias a copy costs next to nothing
         say_copied(f"{name}'s gradients")
-    wide = {_kind_of(t, existing) for t in tensors if t.requires_grad}
-    dtype = wide.pop() if len(wide) == 1 and wide <= {*kinds} else _widest(kinds)
-    target = new(shape, dtype=dtype, device=device)
+    found = {_kind_of(t, existing) for t in tensors if t.requires_grad}
+    kind = found.pop() if len(found) == 1 and found <= {*kinds} else _widest(kinds)
+    target = new(shape, dtype=kind, device=device)
     wanted = [(t, part) for t, part in zip(tensors, target, strict=True) if t.requires_grad]
     return Placed(target), wanted
 

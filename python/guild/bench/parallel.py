@@ -35,7 +35,7 @@ from guild.bench.ranks.options import (
     make_parser,
     shapes_of,
 )
-from guild.bench.ranks.symmetric import TORCH, SymmetricLayer, use_nvshmem
+from guild.bench.ranks.symmetric import TORCH, SymmetricLayer, expect_nvshmem, use_nvshmem
 from guild.bench.results import replacing
 from guild.bench.timing import drawn_orders, free_memory, milliseconds
 from guild.provenance import provenance
@@ -307,7 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
         expect_valid(args)
         shapes, device, beside = shapes_of(args), device_of(args), beside_of(args)
         if args.engine == TORCH:
-            use_nvshmem(device)
+            expect_nvshmem(device)
     except ValueError as error:
         parser.error(str(error))
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Errors that the commands tell from others."""
+"""Errors that the commands report in a way of their own."""
 
 from __future__ import annotations
 

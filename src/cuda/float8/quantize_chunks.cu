@@ -1,7 +1,7 @@
 // quantize_chunks(): a thread block for each 128 columns of a slot, or 256 of codes.
 //
-// Where rows are read several times, blocks go through all chunks before they go on to other
-// columns: the rows are still in L2 then, since results do not stay there.
+// Codes, and elements of rows that are read several times: blocks go through all chunks before they
+// go on to other columns, when the rows are still in L2, since results do not stay there.
 #include "checks/float8_chunks.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import guild
 import guild.distributed.peer_layer
 import guild.float8.chunks
 import guild.moe
+from float8_calls import FLOAT8_CALLS, Operands
 from guild._torch import float8_moe, low_rank  # noqa: F401  (they define ops)
 from guild._torch.flops import FORMULAS
+from test_opcheck import CALLS, Inputs
 
 TOKENS, HIDDEN, WIDTH, COUNT, K = 24, 32, 40, 6, 2
 ROUTER, EXPERTS = 2 * TOKENS * HIDDEN * COUNT, 2 * TOKENS * K * 3 * HIDDEN * WIDTH  # of a forward
@@ -32,6 +35,14 @@ WITHOUT_PRODUCTS = {
     "float8_weights",
     "float8_weights_out",
     "num_sms",
+    "peer_collect",
+    "peer_meet",
+    "peer_memory_sizes",
+    "peer_publish",
+    "peer_pull",
+    "peer_push",
+    "peer_push_scores",
+    "peer_tables",
     "quantize_chunks_out",
     "quantize_micro_out",
     "quantize_rows_out",
@@ -73,11 +84,82 @@ def test_every_op_is_known() -> None:
         for n in torch._C._dispatch_get_all_op_names()
         if n.startswith("guild::")
     }
-    without = {n for n in names if n.startswith("peer_") and n not in FORMULAS}
     own = {n for n in names if n.startswith("turned_heads")}  # the trainer's rotary embedding
-    assert names - without - own == FORMULAS.keys() | WITHOUT_PRODUCTS
+    assert names - own == FORMULAS.keys() | WITHOUT_PRODUCTS
     assert not FORMULAS.keys() & WITHOUT_PRODUCTS
     assert all(getattr(torch.ops.guild, name) in flop_registry for name in FORMULAS)
+
+
+# Of test_opcheck's calls: 12 tokens of 2 experts each, H = 16, I = 8, 4 experts.
+OP_ROUTER, OP_DOWN, OP_UP = 2 * 12 * 16 * 4, 2 * 24 * 16 * 8, 2 * 24 * 16 * 16
+OP_ALL = OP_UP + OP_DOWN
+LOW_UP, LOW_DOWN = 2 * 24 * 8 * (16 + 16), 2 * 24 * 8 * (8 + 16)  # of rank 8
+# Of the FP8 calls: 12 rows, H = 32, I = 16, 2 experts.
+FLOAT8_DOWN, FLOAT8_UP = 2 * 12 * 32 * 16, 2 * 12 * 32 * 32
+OF_OPS = {
+    "moe_forward": OP_ALL,
+    "moe_forward transposed": OP_ALL,
+    "moe_forward of lists": OP_ALL,
+    "moe_forward_out": OP_ALL,
+    "moe_layer": OP_ROUTER + OP_ALL,
+    "moe_layer_out": OP_ROUTER + OP_ALL,
+    "experts_forward": OP_ALL,
+    "experts_forward_out": OP_ALL,
+    "infer_experts": OP_ALL,
+    "infer_layer": OP_ROUTER + OP_ALL,
+    "infer_layer with shared experts": OP_ROUTER + OP_ALL + 2 * 12 * (16 * 16 + 16 * 8),
+    "infer_shared": 2 * 12 * (16 * 16 + 16 * 8),
+    "router_logits": OP_ROUTER,
+    "route_tokens": OP_ROUTER,
+    "moe_backward": 2 * OP_ALL,
+    "moe_backward of a pair by row": OP_DOWN + 2 * OP_UP,
+    "moe_backward of nothing but a bias": OP_DOWN,
+    "experts_backward": 2 * OP_ALL,
+    "data_gradients": OP_ALL,
+    "data_gradients by row": OP_ALL,
+    "data_gradients of sorted rows": OP_ALL,
+    "data_gradients for the weights alone": OP_DOWN,
+    "lora_forward": OP_ALL + LOW_UP + LOW_DOWN,
+    "up_projection of a pair": 2 * OP_DOWN,
+    "up_projection without a gate": OP_DOWN,
+    "down_projection": OP_DOWN,
+    "down_projection transposed": OP_DOWN,
+    "down_gradient": OP_DOWN,
+    "up_gradient": OP_UP,
+    "weight_gradients_out": OP_ALL,
+    "up_weight_gradient_out": OP_UP,
+    "down_weight_gradient_out": OP_DOWN,
+    "combine": 0,
+    "combine with a router": 2 * 24 * 16,
+    "float8_experts": 2 * (FLOAT8_UP + FLOAT8_DOWN),
+    "float8_moe": 2 * 12 * 32 * 2 + 2 * (FLOAT8_UP + FLOAT8_DOWN),
+    "float8_backward": 4 * (FLOAT8_UP + FLOAT8_DOWN),
+    "scaled_up_out": FLOAT8_UP,
+    "scaled_down_gradient_out": FLOAT8_DOWN,
+    "chunk_product_out": FLOAT8_DOWN,
+}
+
+
+@pytest.mark.parametrize("name", list(OF_OPS))
+def test_an_op(name: str) -> None:
+    arguments = (
+        FLOAT8_CALLS[name](Operands("cpu")) if name in FLOAT8_CALLS else CALLS[name](Inputs("cpu"))
+    )
+    op = getattr(torch.ops.guild, name.partition(" ")[0])
+    with torch.no_grad():
+        assert flops(lambda: op(*arguments)) == OF_OPS[name]
+
+
+def test_ops_over_ranks() -> None:
+    """They count a rank's share: its own slots."""
+    weights = {"w_up": torch.empty(2, 16, 16), "w_gate": None, "w_down": torch.empty(2, 16, 8)}
+    slots = torch.empty(24, 2)  # of all ranks
+    mine = torch.empty(12, 2)
+    assert FORMULAS["peer_forward"](SimpleNamespace(ids=mine, **weights)) == OP_ALL
+    for kept, again in ((24, 0), (0, OP_UP)):
+        given = {"dout": torch.empty(12, 16), "by_slot": slots, "h": torch.empty(kept, 16)}
+        found = FORMULAS["peer_backward"](SimpleNamespace(wanted=64 | 4 | 8, **given, **weights))
+        assert found == 2 * OP_ALL + again
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,11 @@ def _measure_tokens(
         }
         case["figures"] = decode_figures(mine, case["bytes"], case["floor_us"])
         if pool is not None:
-            for name, found in case["figures"].items():
-                found["host_us"] = host_microseconds(calls[part, name, EAGER])
+            for name, found in [*case["figures"].items()]:
+                with noting(case, name, console, is_any):
+                    found["host_us"] = host_microseconds(calls[part, name, EAGER])
+                if name in case["failures"]:
+                    del case["figures"][name]
     _add_router(cases)
     return list(cases.values())
 

@@ -26,15 +26,8 @@ from guild.bench.ranks.dispatchers import DispatchedLayer
 TORCH = "torch"  # the engine's name
 
 
-def use_nvshmem(device: torch.device) -> None:
-    """Choose torch's NVSHMEM backend; called before any symmetric memory is allocated.
-
-    Raises
-    ------
-    ValueError
-        If this torch does not have it, or the device is not a GPU.
-    """
-    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast is not used here
+def expect_nvshmem(device: torch.device) -> None:
+    """Raise ValueError if this torch has no NVSHMEM backend, or the device is not a GPU."""
     from torch.distributed import _symmetric_memory as symmetric
 
     found = hasattr(symmetric, "is_nvshmem_available") and symmetric.is_nvshmem_available()
@@ -42,6 +35,14 @@ def use_nvshmem(device: torch.device) -> None:
         raise ValueError(
             "engine: expected GPUs and a torch with its NVSHMEM backend for torch's all-to-all"
         )
+
+
+def use_nvshmem(device: torch.device) -> None:
+    """Choose torch's NVSHMEM backend; called before any symmetric memory is allocated."""
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast is not used here
+    from torch.distributed import _symmetric_memory as symmetric
+
+    expect_nvshmem(device)
     symmetric.set_backend("NVSHMEM")
 
 
