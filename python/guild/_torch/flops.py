@@ -16,8 +16,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from guild._torch.operators import WANT_DOWN, WANT_ROWS, WANT_UP, WANT_X, LayerFlags, ops
 
 _log = logging.getLogger("torch.utils.flop_counter")  # warns at its import if Triton is missing
 _level = _log.level
@@ -28,15 +29,13 @@ _log.setLevel(_level)
 
 Formula = Callable[[SimpleNamespace], Any]  # of an op's arguments by name, defaults included
 
-_WANT_X, _WANT_UP, _WANT_DOWN, _WANT_ROWS = 1, 4, 8, 64  # guild::binding::Wanted
-
 
 def count(name: str) -> None:
     """Register the op's formula, if it has one."""
     formula = FORMULAS.get(name)
     if formula is None:
         return
-    op = getattr(torch.ops.guild, name)
+    op = getattr(ops, name)
     arguments = op.default._schema.arguments
     names = [a.name for a in arguments]
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -88,7 +87,7 @@ def _infer_experts(t: SimpleNamespace) -> Any:
 
 
 def _infer_layer(t: SimpleNamespace) -> Any:
-    tokens, top_k = t.x.shape[0], int(t.settings[8])
+    tokens, top_k = t.x.shape[0], int(LayerFlags.and_last(t.settings)[1])
     shared = _all(tokens, t.shared_up, t.shared_down, t.shared_gate)
     return _all(tokens, t.router) + shared + _experts(tokens * top_k, t.w_up, t.w_down)
 
@@ -104,11 +103,11 @@ def _gradients(rows: Any, t: SimpleNamespace) -> Any:
     """The down gradient always runs."""
     up, down = _experts(rows, t.w_up, t.w_gate), _experts(rows, t.w_down)
     flops = down
-    if t.wanted & (_WANT_X | _WANT_ROWS):
+    if t.wanted & (WANT_X | WANT_ROWS):
         flops += up
-    if t.wanted & _WANT_UP:
+    if t.wanted & WANT_UP:
         flops += up
-    if t.wanted & _WANT_DOWN:
+    if t.wanted & WANT_DOWN:
         flops += down
     return flops
 
