@@ -28,10 +28,15 @@ constexpr bool wants_biases(Step const& x) {
   return x.db_up.data != nullptr || x.db_down.data != nullptr;
 }
 
+// On a GPU the products of a composite claim their tiles from counters that are cleared together
+// (cuda::Counters): the up and the down projection; the up projection that recomputes H, and the
+// two gradients. More products, as gradients of weights without a schedule, clear them again.
+constexpr int64_t kForwardCounters = 2, kBackwardCounters = 3;
+
 struct ForwardWorkspace {
-  void *a, *y;       // (R, I), (R, H); y unused where rows are not combined
-  int32_t* counter;  // of the queue
-  void* shared_a;    // (T, shared), right after a
+  void *a, *y;        // (R, I), (R, H); y unused where rows are not combined
+  int32_t* counters;  // (kForwardCounters)
+  void* shared_a;     // (T, shared), right after a
 };
 // shared: the width of shared experts that are computed together with the others, or 0.
 inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtype,
@@ -40,8 +45,9 @@ inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtyp
   int64_t const own = rows * s.intermediate, more = s.tokens * shared;
   auto* const a = static_cast<char*>(carver.take(own + more, bytes));
   void* const y = carver.take(rows, s.hidden, bytes);
-  auto* const counter = static_cast<int32_t*>(carver.take(rows > 0 ? sizeof(int32_t) : 0));
-  return {a, y, counter, a == nullptr ? nullptr : a + own * bytes};
+  int64_t const counters = rows > 0 ? kForwardCounters : 0;
+  void* const counter = carver.take(counters, int64_t(sizeof(int32_t)));
+  return {a, y, static_cast<int32_t*>(counter), a == nullptr ? nullptr : a + own * bytes};
 }
 
 // The down gradient's workspace: sums of the columns of dH and of s dO per chunk of rows, float32.
@@ -57,7 +63,7 @@ inline BiasSums carve_bias_sums(Carver& carver, Sizes const& s, bool gated) {
 // What the weight gradients need besides their operands.
 struct ScheduleMemory {
   WeightSchedule schedule;
-  int32_t* counter = nullptr;  // of the queue
+  int32_t* counters = nullptr;  // (kBackwardCounters)
 };
 inline ScheduleMemory carve_schedule(Carver& carver, Sizes const& s) {
   if (s.rows() == 0) return {};
@@ -66,7 +72,7 @@ inline ScheduleMemory carve_schedule(Carver& carver, Sizes const& s) {
   };
   int32_t* const order = numbers(s.experts);
   int32_t* const taken = numbers(WeightSchedule::kCounters);
-  return {{order, taken}, numbers(1)};
+  return {{order, taken}, numbers(kBackwardCounters)};
 }
 
 struct BackwardWorkspace {

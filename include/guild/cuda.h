@@ -16,6 +16,8 @@ struct CUstream_st;  // *CUstream_st is cudaStream_t
 
 namespace guild::cuda {
 
+struct Counters;
+
 // Where a step runs: a stream of the current device, and how many multiprocessors its matrix
 // products may fill.
 struct Queue {
@@ -24,12 +26,13 @@ struct Queue {
   // One int of device memory for products on this stream, with any initial value: a counter from
   // which blocks claim tiles (dynamic scheduling). That is faster for large layers, most of all
   // where experts have unequal loads. Null: static scheduling, with the same results. The
-  // composites have a counter in their workspace.
+  // composites have counters in their workspace.
   int32_t* counter = nullptr;
   // Whether other kernels, such as communication, run at the same time: blocks of products then
   // claim all of their tiles from the counter, so that none is held by a block that still waits for
   // a multiprocessor.
   bool shared = false;
+  Counters* counters = nullptr;  // for Guild's own use, in the composites; leave it null
 };
 
 // Whether this build has CUDA kernels, and whether the current device can run them; if it cannot,

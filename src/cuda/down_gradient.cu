@@ -18,7 +18,7 @@ void require_runnable(DownGradient const& x) {
   require_aligned(x.h, "h");
   require_aligned(x.dh, "dh");
   require_aligned(x.a_scaled, "a_scaled");
-  low_rank_operand(x.low_rank, transposed(x.w_down));
+  require_low_rank(x.low_rank, transposed(x.w_down));
 }
 
 void down_gradient(DownGradient const& x, Queue queue) {
@@ -47,7 +47,7 @@ void down_gradient(DownGradient const& x, Queue queue) {
                          .score_parts = static_cast<float*>(x.score_parts),
                          .dh_sums = wanted(x.db_up, sums.dh),
                          .a_sums = wanted(x.db_down, sums.dout),
-                         .low_rank = low_rank_operand(x.low_rank, transposed(x.w_down))},
+                         .low_rank = low_rank_operand(x.low_rank)},
                         queue);
   if (wants_biases(x)) add_bias_sums(x, sums, queue);
 }

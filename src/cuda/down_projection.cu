@@ -13,7 +13,7 @@ void require_runnable(DownProjection const& x) {
   require_aligned(x.a, "a");
   require_aligned(x.bias, "b_down");
   require_aligned(x.y, "y");
-  low_rank_operand(x.low_rank, x.w_down);
+  require_low_rank(x.low_rank, x.w_down);
 }
 
 void down_projection(DownProjection const& x, Queue queue) {
@@ -31,7 +31,7 @@ void down_projection(DownProjection const& x, Sort const* sort, SharedRows const
                .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                .a = x.a,
                .w = {x.w_down, x.w_down},
-               .low_rank = low_rank_operand(x.low_rank, x.w_down),
+               .low_rank = low_rank_operand(x.low_rank),
                .bias = x.bias,
                .d = x.y,
                .direct = {},

@@ -121,7 +121,8 @@ struct Forward {
   }
 
   void run(TokenChoice const* choice, Queue queue) const {
-    queue.counter = workspace.counter;
+    Counters counters{workspace.counters, kForwardCounters};
+    queue.counters = &counters;
     Sort const* const sort = sorts_in_products(x) ? x.sort : nullptr;
     compose_forward(x, workspace,
                     Steps{.queue = queue, .sort = sort, .choice = choice, .shared = shared});
@@ -166,7 +167,8 @@ void moe_backward(MoeBackward const& x, Queue queue) {
   check(x);
   require_aligned(x.dx, "dx");
   compose_backward(x, Requirements{});
-  queue.counter = workspace_of(x).memory.counter;
+  Counters counters{workspace_of(x).memory.counters, kBackwardCounters};
+  queue.counters = &counters;
   compose_backward(x, Steps{queue});
 }
 
@@ -178,7 +180,8 @@ void require_runnable(MoeWeightGradients const& x) {
 void moe_weight_gradients(MoeWeightGradients const& x, Queue queue) {
   require_runnable(x);
   ScheduleMemory const memory = workspace_of(x);
-  queue.counter = memory.counter;
+  Counters counters{memory.counters, kBackwardCounters};
+  queue.counters = &counters;
   compose_weight_gradients(x, memory.schedule, Steps{queue});
 }
 

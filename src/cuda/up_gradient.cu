@@ -20,7 +20,7 @@ void require_runnable(UpGradient const& x) {
   auto const view = view_of(x);
   for (ConstWeight const& w : view.w) require_aligned(w, "w_up");
   require_same_layout(view, "w_up");
-  low_rank_operand(x.low_rank, transposed(view.w[0]));
+  require_low_rank(x.low_rank, transposed(view.w[0]));
 }
 
 void up_gradient(UpGradient const& x, Queue queue) {
@@ -35,7 +35,7 @@ void up_gradient(UpGradient const& x, Queue queue) {
                .a = x.dh,
                .halves = view.halves,
                .w = {transposed(view.w[0]), transposed(view.w[1])},
-               .low_rank = low_rank_operand(x.low_rank, transposed(view.w[0])),
+               .low_rank = low_rank_operand(x.low_rank),
                .bias = {},
                .d = x.dx,
                .direct = {}},

@@ -25,7 +25,7 @@ void require_runnable(UpProjection const& x) {
   require_aligned(x.bias, "b_up");
   require_aligned(x.h, "h");
   require_aligned(x.a, "a");
-  low_rank_operand(x, view.w[0]);
+  require_low_rank(x, view.w[0]);
 }
 
 void up_projection(UpProjection const& x, Queue queue) {
@@ -51,7 +51,7 @@ void up_projection(UpProjection const& x, Sort const* sort, TokenChoice const* c
               .activation = x.activation,
               .h = x.h,
               .activated = x.a,
-              .low_rank = low_rank_operand(x, view.w[0]),
+              .low_rank = low_rank_operand(x),
               .sort = sort,
               .choice = choice,
               .shared = shared},

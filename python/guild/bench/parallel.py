@@ -37,7 +37,7 @@ from guild.bench.ranks.options import (
 )
 from guild.bench.ranks.symmetric import TORCH, SymmetricLayer, expect_nvshmem, use_nvshmem
 from guild.bench.results import replacing
-from guild.bench.timing import drawn_orders, free_memory, milliseconds
+from guild.bench.timing import Replay, drawn_orders, free_memory, milliseconds
 from guild.provenance import provenance
 
 _CHECKED_TOKENS = 256
@@ -121,6 +121,7 @@ def measure_parallel(
     engine: str = "auto",
     beside: Sequence[str] = (),
     capacity: float | None = None,
+    graphs: bool = False,
 ) -> dict[str, Any]:
     """Check, then time every shape on all ranks; the record is the same on all of them.
 
@@ -143,6 +144,9 @@ def measure_parallel(
         Names of `DISPATCHERS`, timed beside the engines in the same rounds.
     capacity : float, optional
         Of the peer engine, as `guild.ExpertParallel` takes it.
+    graphs : bool
+        Replay CUDA graphs of the passes, so that the host's time does not count; with engine
+        "peer" and nothing beside, on GPUs.
 
     Returns
     -------
@@ -162,35 +166,53 @@ def measure_parallel(
     record |= {"dtype": str(dtype).removeprefix("torch."), "seed": seed}
     record |= {"rounds": rounds, "seconds_per_round": seconds}
     reasons = {name: why_not(name, device) for name in beside}
+    record["cuda_graphs"] = graphs
     record["skipped"] = {name: reason for name, reason in reasons.items() if reason}
     beside = [name for name in beside if not reasons[name]]
     record["engines"] = [*groups, *beside]
-    for name, shape in shapes.items():
-        alone = shape._replace(experts=len(group.local_experts(shape.experts)))
-        arguments = routing, dtype, device, seed + 1000 * group.rank
-        layers: list[SharedLayer] = []
-        for one in groups.values():
-            layers.append(SharedLayer(shape, one, *arguments, *layers[:1]))
-        reasons = {one: unfit(one, shape) for one in beside}
-        fit = [one for one in beside if not reasons[one]]
-        names = [TORCH] if engine == TORCH else fit
-        others = _others(shape, layers[0], names)
-        errors = [_error(layer, group) for layer in layers]
-        errors += [_difference(other, layers[0]) for other in others]
-        for one, error in zip([*groups, *names], errors, strict=True):
-            if not error < 2e-2:
-                raise RuntimeError(f"{name}: the layer of {one} is off by {error:.2g}")
-        layers = others if engine == TORCH else [*layers, *others]
-        calls = _calls(layers, [*groups, *fit], SharedLayer(alone, None, *arguments))
-        times = _rounds(calls, rounds, seconds, device)
-        record["cases"].append(
-            {"name": name, "shape": list(shape), "error": max(errors)}
-            | {"skipped": {one: reason for one, reason in reasons.items() if reason}}
-            | _case(times, shape)
-        )
-        del layers, others, calls
-        free_memory(device)
+    stream = torch.cuda.Stream(device) if graphs else None
+    with torch.cuda.stream(stream):  # no change where it is None
+        for name, shape in shapes.items():
+            record["cases"].append(_measured(name, shape, record, groups, beside, device, stream))
+            free_memory(device)
     return record
+
+
+def _measured(
+    name: str,
+    shape: Shape,
+    record: dict[str, Any],
+    groups: dict[str, guild.ExpertParallel],
+    beside: Sequence[str],
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+) -> dict[str, Any]:
+    """The case of a shape; what else is timed, and how, is in the record."""
+    group = next(iter(groups.values()))
+    alone = shape._replace(experts=len(group.local_experts(shape.experts)))
+    dtype = getattr(torch, record["dtype"])
+    arguments = record["routing"], dtype, device, record["seed"] + 1000 * group.rank
+    layers: list[SharedLayer] = []
+    for one in groups.values():
+        layers.append(SharedLayer(shape, one, *arguments, *layers[:1]))
+    reasons = {one: unfit(one, shape) for one in beside}
+    fit = [one for one in beside if not reasons[one]]
+    names = [TORCH] if TORCH in groups else fit
+    others = _others(shape, layers[0], names)
+    errors = [_error(layer, group) for layer in layers]
+    errors += [_difference(other, layers[0]) for other in others]
+    for one, error in zip([*groups, *names], errors, strict=True):
+        if not error < 2e-2:
+            raise RuntimeError(f"{name}: the layer of {one} is off by {error:.2g}")
+    layers = others if TORCH in groups else [*layers, *others]
+    calls = _calls(layers, [*groups, *fit], SharedLayer(alone, None, *arguments))
+    if stream is not None:
+        pool = torch.cuda.graph_pool_handle()
+        calls = {call: Replay(launched, 1, pool, stream) for call, launched in calls.items()}
+    times = _rounds(calls, record["rounds"], record["seconds_per_round"], device)
+    skipped = {one: reason for one, reason in reasons.items() if reason}
+    case = {"name": name, "shape": list(shape), "error": max(errors), "skipped": skipped}
+    return case | _case(times, shape)
 
 
 def _others(shape: Shape, layer: SharedLayer, names: Sequence[str]) -> list[SharedLayer]:
@@ -315,7 +337,8 @@ def main(arguments: list[str] | None = None) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     how = args.routing, getattr(torch, args.dtype), device, args.rounds, args.seconds, args.seed
-    record = measure_parallel(shapes, *how, args.engine, beside, args.capacity)
+    more = args.engine, beside, args.capacity, args.cuda_graph
+    record = measure_parallel(shapes, *how, *more)
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
         try:
@@ -335,7 +358,7 @@ def _write(record: dict[str, Any], out: Path | None) -> None:
 def show(record: dict[str, Any]) -> None:
     """Print a line for each shape and pass."""
     facts = record["provenance"]
-    engines = " and ".join(record["engines"])
+    engines = " and ".join(record["engines"]) + (", CUDA graphs" if record["cuda_graphs"] else "")
     print(f"{record['ranks']} ranks, {facts['device']}, {record['routing']} routing, {engines}")
     for name, reason in record["skipped"].items():
         print(f"{name}: not timed, {reason}")

@@ -131,12 +131,20 @@ class Replay:
         Calls in the graph.
     pool : tuple
         Memory pool (`torch.cuda.graph_pool_handle`) that graphs share whose results nobody reads.
+    stream : torch.cuda.Stream, optional
+        What to capture on: for a backward, the stream of its forward, which cannot be the default.
     """
 
-    def __init__(self, call: Call, count: int, pool: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        count: int,
+        pool: tuple[int, int],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         call()  # compiles, allocates, picks algorithms
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
             for _ in range(count):
                 call()
 

@@ -43,20 +43,32 @@ class Events {
 
 class Lines {
  public:
-  Lines(PeerStreams const& streams, Queue const& queue) : main_(queue), link_(queue), side_(queue) {
+  Lines(PeerStreams const& streams, Queue const& queue, Counters const& counters)
+      : main_(queue),
+        link_(queue),
+        side_(queue),
+        main_counters_(counters),
+        side_counters_{streams.counter, 1} {
+    main_.counters = &main_counters_;
     has_streams_ = streams.link != nullptr && streams.side != nullptr;
     if (!has_streams_) return;
     link_.stream = streams.link;
     side_.stream = streams.side;
-    side_.counter = streams.counter;
+    side_.counters = &side_counters_;
     side_.shared = true;
   }
+  Lines(Lines const&) = delete;
 
   void run(Line line, Publish const& x) { publish(x, of(line)); }
   void run(Line line, Meet const& x) { meet(x, of(line)); }
   void run(Line line, Tables const& x) { tables(x, of(line)); }
   void run(Line line, Sort const& x) { sort_by_expert(x, of(line)); }
-  void run(Line line, Pull const& x, Room room) { pull(x, of(line, room)); }
+  void run(Line line, Pull const& x, Room room) {
+    Queue queue = of(line, room);
+    // The tokens are sorted meanwhile, for which blocks of a pull leave no room beside them.
+    if (x.part == Part::first) queue.sms = std::max(1, multiprocessors(main_) * 3 / 4);
+    pull(x, queue);
+  }
   void run(Line line, UpProjection const& x, Room room) { up_projection(x, of(line, room)); }
   void run(Line line, DownProjection const& x, Room room) { down_projection(x, of(line, room)); }
   void run(Line line, Push const& x, Room room) { push(x, of(line, room)); }
@@ -90,7 +102,14 @@ class Lines {
   int64_t first(PeerLoad const& load) const {
     return has_streams_ ? first_experts(load) : load.experts;
   }
-  void apart(bool apart) { apart_ = apart; }
+  void apart(bool apart) {
+    apart_ = apart;
+    if (!apart) return;
+    // While other steps run, so that no product waits for it.
+    wait(Line::side, mark(Line::main));
+    main_counters_.clear(side_.stream);
+    side_counters_.clear(side_.stream);
+  }
 
   // Lets the main stream wait for the others, after whatever error: the memory that their steps
   // use may be free once the call has ended.
@@ -133,6 +152,7 @@ class Lines {
 
   Queue main_, link_, side_;
   bool has_streams_ = false, apart_ = false;
+  Counters main_counters_, side_counters_;
 };
 
 // Calls require_runnable() in place of the steps.
@@ -172,8 +192,7 @@ void peer_forward(PeerForward const& x, Queue queue) {
   auto const composed = [&](auto& lines) { compose_peer_forward(x, lines); };
   Requirements requirements;
   composed(requirements);
-  queue.counter = workspace_of(x.layer).counter;
-  Lines lines(x.streams, queue);
+  Lines lines(x.streams, queue, {workspace_of(x.layer).counters, kForwardCounters});
   compose(composed, lines);
 }
 
@@ -182,8 +201,7 @@ void peer_backward(PeerBackward const& x, Queue queue) {
   auto const composed = [&](auto& lines) { compose_peer_backward(x, lines); };
   Requirements requirements;
   composed(requirements);
-  queue.counter = workspace_of(x.layer).memory.counter;
-  Lines lines(x.streams, queue);
+  Lines lines(x.streams, queue, {workspace_of(x.layer).memory.counters, kBackwardCounters});
   compose(composed, lines);
 }
 

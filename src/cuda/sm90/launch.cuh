@@ -193,21 +193,13 @@ int64_t most_tiles(int64_t rows, RowTiles const& work) {
   return most_tiles<C>(rows, work.groups.groups, int64_t(work.across) * work.tile_n, work.tile_n);
 }
 
-// Whether tiles are claimed (dynamic scheduling). With few waves they are not, since clearing the
-// counter takes 2 us; but next to other kernels they are, since blocks start at different times.
+// Whether tiles are claimed (dynamic scheduling). Clusters then work on neighbouring tiles at the
+// same time and find each other's operands in L2; with static scheduling they drift apart. With few
+// waves tiles are not claimed, since clearing a counter can take 2 us; but next to other kernels
+// they are, since blocks start at different times.
 inline bool claims_tiles(Queue const& queue, int64_t tiles, int clusters) {
   constexpr int kFewWaves = 4;
   return tiles > (queue.shared ? 1 : kFewWaves) * clusters;
-}
-
-// The counter from which clusters claim tiles (dynamic scheduling). Clusters then work on
-// neighbouring tiles at the same time and find each other's operands in L2; with static scheduling
-// they drift apart.
-inline int32_t* cleared_counter(Queue const& queue) {
-  if (queue.counter == nullptr) return nullptr;
-  cuda_check(cudaMemsetAsync(queue.counter, 0, sizeof(int32_t), queue.stream),
-             "clearing a counter");
-  return queue.counter;
 }
 
 // tiles: an upper bound on the number of clusters' tiles.

@@ -84,6 +84,7 @@ class Exchange : public DeviceTest {
   std::mt19937 random_{3};
   DType dtype_ = DType::bfloat16;
   int64_t most_ = 0, top_k_ = 3;
+  bool in_parts_ = false;  // whether rows are pulled in two parts
   std::vector<Rank> rank_;
   std::vector<Bytes> memory_, report_;
   std::vector<Indices<int64_t>> peers_;
@@ -165,9 +166,14 @@ void Exchange::pull() {
                         own.local_ids.data(),
                         own.local_scores.data(),
                         own.counts.data()};
-    Pull const pull{memory(r), top_k_, row_bytes(), own.local_ids.data(), own.pool.data()};
+    Pull pull{memory(r), top_k_, row_bytes(), own.local_ids.data(), own.pool.data()};
     on_cuda() ? cuda::tables(tables) : cpu::tables(tables);
-    on_cuda() ? cuda::pull(pull) : cpu::pull(pull);
+    std::vector<Part> parts{Part::whole};
+    if (in_parts_) parts = {Part::first, Part::rest}, pull.first_experts = 2;
+    for (Part const part : parts) {
+      pull.part = part;
+      on_cuda() ? cuda::pull(pull) : cpu::pull(pull);
+    }
   }
 }
 
@@ -264,7 +270,10 @@ void Exchange::expect_slots_back() {
 void Exchange::expect_there_and_back(std::vector<int64_t> const& tokens, DType dtype) {
   SCOPED_TRACE(text_of(tokens.size(), " ranks, dtype ", int(dtype), ", top_k ", top_k_));
   begin(tokens, dtype);
-  for (bool const by_slot : {false, true, false}) {
+  for (auto const& [by_slot, in_parts] :
+       {std::pair{false, false}, {true, true}, {false, true}, {false, false}}) {
+    in_parts_ = in_parts;
+    for (Rank& own : rank_) own.pool.set(std::vector<double>(own.y.rows() * kHidden, 77.));
     publish();
     meet(true, {top_k_, kHidden});
     pull();

@@ -55,6 +55,7 @@ def make_parser(description: str) -> RanksParser:
     add("--rounds", type=int, default=7, help="interleaved rounds (7)")
     add("--seconds", type=float, default=0.3, help="least time per call in a round (0.3)")
     add("--seed", type=int, default=0, help="of the random inputs (0)")
+    add("--cuda-graph", action="store_true", help="replay CUDA graphs; with --engine peer")
     add("--capacity", type=float, help="of peer, as ExpertParallel takes it; default: any routing")
     add("--out", type=Path, metavar="DIR", help="write parallel.json there")
     return parser
@@ -119,6 +120,10 @@ def expect_valid(args: argparse.Namespace) -> None:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     if args.capacity is not None and args.engine not in ("auto", "peer", "both"):
         raise ValueError(f"capacity: expected none with --engine {args.engine}, which has none")
+    if args.cuda_graph and (args.engine != "peer" or args.beside):
+        raise ValueError("cuda-graph: expected --engine peer and no --beside: others are launched")
+    if args.cuda_graph and args.device == "cpu":
+        raise ValueError("cuda-graph: expected GPUs, got --device cpu")
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         raise ValueError(
             "expected to be started by torchrun, as in torchrun --nproc-per-node 2 -m "

@@ -4,6 +4,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "cuda/device.h"
 #include "cuda/sm90/decode/claims.h"
 
 namespace guild::cuda::sm90 {
@@ -28,7 +29,8 @@ struct HashOfKey {
 int claims_of(void const* out, Queue const& queue) {
   static std::mutex mutex;
   static std::unordered_map<Key, int, HashOfKey> counter_of;
-  Key const key{out, queue.shared ? queue.counter : nullptr};
+  int32_t const* const own = queue.counters == nullptr ? queue.counter : queue.counters->first;
+  Key const key{out, queue.shared ? own : nullptr};
   std::lock_guard const lock(mutex);
   auto const found = counter_of.find(key);
   if (found != counter_of.end()) return found->second;

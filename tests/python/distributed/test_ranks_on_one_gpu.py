@@ -1,0 +1,196 @@
+"""The ops of the peer engine with two ranks in one process, on one GPU.
+
+Each rank has streams of its own, and its barriers wait for what the other has queued. The layer is
+large enough for its products to be divided while rows travel.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import guild
+from guild._torch.gradients import wanted_bits
+from guild._torch.operators import LayerFlags, ops
+from guild.activations import as_activation
+
+RANKS, MOST = 2, 4096
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 16, 4, 2048, 512
+LOCAL = EXPERTS // RANKS
+FLAGS = LayerFlags(*as_activation("silu").scalars, False, False)
+
+
+@functools.cache
+def six_streams() -> list[torch.cuda.Stream]:
+    """Neighbours in torch's pool: a GPU has eight queues, and a barrier holds up its own."""
+    return [torch.cuda.Stream() for _ in range(3 * RANKS)]
+
+
+class TwoRanks:
+    """Both ranks' tokens, experts and memory.
+
+    Parameters
+    ----------
+    overlaps : bool
+        Whether ranks have streams for what overlaps.
+    biases : bool
+        Whether the experts have biases.
+    tokens : tuple
+        Of each rank.
+    """
+
+    def __init__(self, overlaps: bool, biases: bool, tokens: tuple[int, int]) -> None:
+        torch.manual_seed(5)
+        bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+        self.x = [torch.randn(t, HIDDEN, **bf16) for t in tokens]
+        self.dout = [torch.randn(t, HIDDEN, **bf16) for t in tokens]
+        chosen = [torch.rand(t, EXPERTS, device="cuda").topk(TOP_K) for t in tokens]
+        self.ids = [c.indices.int().contiguous() for c in chosen]
+        self.scores = [c.values.softmax(1).contiguous() for c in chosen]
+        self.w_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, **bf16) * 0.02
+        self.w_down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, **bf16) * 0.02
+        self.b_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, **bf16) if biases else None
+        self.b_down = torch.randn(EXPERTS, HIDDEN, **bf16) if biases else None
+        self.report = torch.zeros(5, dtype=torch.int64, pin_memory=True)
+        room = [MOST, TOP_K, 2 * HIDDEN, RANKS]
+        self.numbers = [[rank, *room] for rank in range(RANKS)]
+        size = ops.peer_memory_sizes(RANKS, self.numbers[0])[0]
+        self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(RANKS)]
+        self.peers = torch.tensor([m.data_ptr() for m in self.memory], device="cuda")
+        streams = six_streams()
+        self.main, more = streams[:RANKS], streams[RANKS:]
+        self.more = [more[2 * rank :][:2] if overlaps else [] for rank in range(RANKS)]
+        self.seconds = 20.0
+
+    def warm_up(self, *how: Any) -> None:
+        """Load the kernels of a step, and allocate: both may wait for a barrier that waits here."""
+        self.seconds = 1e-3
+        self.step(*how)
+        torch.cuda.synchronize()
+        self.seconds = 20.0
+        for memory in (*self.memory, self.report):
+            memory.zero_()
+
+    def weights(self, rank: int) -> tuple[Tensor | None, ...]:
+        """As the ops take them."""
+        mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
+        w_up, w_down, b_up, b_down = (
+            None if w is None else w[mine] for w in (self.w_up, self.w_down, self.b_up, self.b_down)
+        )
+        return w_up, None, w_down, b_up, b_down
+
+    def barriers(self, rank: int) -> tuple:
+        """What both ops take first."""
+        streams = [s.cuda_stream for s in self.more[rank]]
+        return self.peers, self.numbers[rank], self.seconds, [1, 2], [3], self.report, streams
+
+    def of_both(self, call: Callable[[int], list[Tensor]]) -> list[list[Tensor]]:
+        """What the call queues for each rank, once it is done."""
+        found = []
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(self.main):
+            with torch.cuda.stream(stream):
+                found.append(call(rank))
+        torch.cuda.synchronize()
+        assert self.seconds < 1 or not self.report.any()
+        return found
+
+    def step(self, room: int, keep: bool, scores: bool) -> list[list[Tensor]]:
+        """Of each rank: output, dx, dscores, and the gradients of weights and biases."""
+        kept: list[list[Tensor]] = []
+
+        def forward(rank: int) -> list[Tensor]:
+            routing = self.ids[rank], self.scores[rank], EXPERTS, self.dout[rank]  # a residual
+            arguments = self.x[rank], *routing, *self.weights(rank), *FLAGS, room, keep
+            out, *rest, _ = ops.peer_forward(*self.barriers(rank), *arguments)
+            kept.append(rest)
+            return [out]
+
+        bias = self.b_up is not None
+        wanted = wanted_bits(True, scores, (True, True, bias, bias), by_row=True)
+
+        def backward(rank: int) -> list[Tensor]:
+            arguments = self.dout[rank], *kept[rank], *self.weights(rank), *FLAGS, wanted
+            return list(ops.peer_backward(*self.barriers(rank), *arguments))
+
+        outs = self.of_both(forward)
+        return [out + found for out, found in zip(outs, self.of_both(backward), strict=True)]
+
+    def by_one_process(self) -> list[Tensor]:
+        """The same of all tokens together."""
+        leaves = [torch.cat(self.x), self.w_up, self.w_down, torch.cat(self.scores)]
+        if self.b_up is not None:
+            leaves += [self.b_up, self.b_down]
+        x, w_up, w_down, scores, *biases = (leaf.detach().requires_grad_() for leaf in leaves)
+        dout = torch.cat(self.dout)
+        out = guild.routed_experts(
+            x, torch.cat(self.ids), scores, w_up, w_down, *biases, residual=dout
+        )
+        out.backward(dout)
+        grads = [x.grad, scores.grad, w_up.grad, w_down.grad, *(b.grad for b in biases)]
+        return [out.detach(), *grads]
+
+
+def joined(found: list[list[Tensor]]) -> list[Tensor]:
+    """Both ranks' tokens and experts, one after the other; without w_gate's empty gradient."""
+    together = [torch.cat(both) for both in zip(*found, strict=True)]
+    out, dx, dscores, dw_up, _, dw_down, db_up, db_down = together
+    return [t for t in (out, dx, dscores, dw_up, dw_down, db_up, db_down) if t.numel()]
+
+
+def two_kinds(
+    biases: bool, *how: Any, tokens: tuple[int, int] = (MOST, MOST - 96)
+) -> list[TwoRanks]:
+    """The same without overlap and with it, ready for `step(*how)`."""
+    if int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) < 8:
+        pytest.skip("CUDA_DEVICE_MAX_CONNECTIONS: fewer queues than streams")
+    kinds = [TwoRanks(overlaps, biases, tokens) for overlaps in (False, True)]
+    for kind in (*kinds, *kinds):
+        kind.warm_up(*how)
+    return kinds
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("room, keep", [(-1, True), (-1, False), (MOST * TOP_K * 5 // 4, True)])
+def test_two_ranks(gpu: str, biases: bool, room: int, keep: bool) -> None:
+    """Overlap changes no bit, and results are those of one process."""
+    plain, apart = two_kinds(biases, room, keep, True)
+    wanted = joined(plain.step(room, keep, True))
+    for _ in range(3):  # the same memory again
+        for a, b in zip(joined(apart.step(room, keep, True)), wanted, strict=True):
+            assert torch.equal(a, b)
+    names = "out", "dx", "dscores", "dw_up", "dw_down", "db_up", "db_down"
+    for name, a, b in zip(names, wanted, plain.by_one_process(), strict=False):
+        if name in ("dw_up", "dw_down"):
+            assert torch.equal(a, b), name
+        error = (a.float() - b.float()).norm() / b.float().norm()
+        assert error < 1e-2, f"{name}: off by {error:.2g}"
+
+
+@pytest.mark.parametrize("tokens", [(0, MOST), (MOST, 0)])
+def test_a_rank_without_tokens(gpu: str, tokens: tuple[int, int]) -> None:
+    """Its experts work for the other's."""
+    how = -1, True, True
+    plain, apart = two_kinds(False, *how, tokens=tokens)
+    wanted = joined(plain.step(*how))
+    for a, b, c in zip(joined(apart.step(*how)), wanted, plain.by_one_process(), strict=True):
+        assert torch.equal(a, b)
+        assert (b.float() - c.float()).norm() < 1e-2 * c.float().norm()
+
+
+def test_without_gradients_of_scores(gpu: str) -> None:
+    """Where only tokens and weights have gradients, these are the same."""
+    plain, apart = two_kinds(False, -1, True, False)
+    without = joined(plain.step(-1, True, False))
+    plain.warm_up(-1, True, True)
+    with_scores = joined(plain.step(-1, True, True))
+    assert len(without) == len(with_scores) - 1
+    for a, b in zip(joined(apart.step(-1, True, False)), without, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(without[1], with_scores[1])
