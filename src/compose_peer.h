@@ -10,8 +10,7 @@
 //   wait(line, mark)         lets whatever the line starts from now on wait for the mark
 //   first(load)              how many experts' rows are pulled, and computed with, before those of
 //                            the others, which travel meanwhile; all experts: nothing is divided
-//   apart(bool)              whether lines are streams of their own, or all are the main one; comes
-//                            before all steps, and may start something on the side line for them
+//   apart(bool)              whether lines are streams of their own, or all are the main one
 #pragma once
 #include "compose.h"
 #include "guild/peer_layer.h"
@@ -109,7 +108,6 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, f.tables);
   lines.wait(Line::link, lines.mark(Line::main));
   lines.run(Line::main, *layer.sort);
-  lines.wait(Line::main, lines.mark(Line::side));
   pull_and_run(lines, f.pull, up_projection_of(layer, {w.a}), first);
   lines.run(Line::main, down_projection_of(layer, {w.a}, {w.y}), Room::whole);
   Push push = f.push;
@@ -117,6 +115,7 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, push, Room::whole);
   lines.run(Line::main, f.returned);
   lines.run(Line::main, f.collect);
+  lines.wait(Line::main, lines.mark(Line::side));  // at least for the sort of own tokens
 }
 
 // Pulls the rows of dO, and computes dH, A' and the parts of dS from them.
@@ -150,7 +149,6 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
   if (scores) lines.clear(b.own_scores);
   lines.run(Line::main, b.published);
   lines.wait(Line::link, lines.mark(Line::main));
-  lines.wait(Line::main, lines.mark(Line::side));
   run_down_gradient(b, w, first, lines);
   if (scores) {
     lines.run(Line::main, score_gradient_of(layer, w));

@@ -86,8 +86,9 @@ def grouped_mm(
     Returns
     -------
     torch.Tensor
-        Empty groups and rows or columns at or past offs[-1] are zero (and untouched under
-        `accumulate`). Under autocast the operands are cast to its dtype first.
+        Empty groups, groups whose sum is empty (without the bias then), and rows or columns at or
+        past offs[-1] are zero, and untouched under `accumulate`. Under autocast the operands are
+        cast to its dtype first.
 
     Raises
     ------

@@ -68,19 +68,16 @@ int multiprocessors(Queue const& queue) {
   return queue.sms > 0 && queue.sms < all ? queue.sms : all;
 }
 
-void Counters::clear(cudaStream_t stream) {
-  if (first == nullptr) return;
-  cuda_check(cudaMemsetAsync(first, 0, size_t(count) * sizeof(*first), stream),
-             "clearing counters");
-  taken = 0, cleared = true;
-}
-
 int32_t* cleared_counter(Queue const& queue) {
   Counters one{queue.counter, 1};
   Counters& all = queue.counters == nullptr ? one : *queue.counters;
   if (all.first == nullptr) return nullptr;
-  if (!all.cleared || all.taken == all.count) all.clear(queue.stream);
-  return all.first + all.taken++;
+  if (all.left == 0) {
+    size_t const bytes = size_t(all.count) * sizeof(*all.first);
+    cuda_check(cudaMemsetAsync(all.first, 0, bytes, queue.stream), "clearing counters");
+    all.left = all.count;
+  }
+  return all.first + --all.left;
 }
 
 }  // namespace guild::cuda

@@ -16,15 +16,11 @@ inline void cuda_check(cudaError_t e, char const* what) {
 int multiprocessors(Queue const& queue);
 
 // The counters of a composite's products, one for each. All are cleared when the first product asks
-// for its own, unless clear() has been called: clearing takes 2 us, and 1.5 more to start a kernel
-// after it.
+// for its own, since clearing takes 2 us, and 1.5 more to start a kernel after it.
 struct Counters {
   int32_t* first = nullptr;  // null: none
   int64_t count = 0;
-  int64_t taken = 0;  // by products so far
-  bool cleared = false;
-
-  void clear(cudaStream_t stream);
+  int64_t left = 0;  // that have been cleared and not been given to a product
 };
 
 // The counter of the next product on this queue, 0 by then; null: it has none.

@@ -70,8 +70,8 @@ Meet meet_of(PeerMemory const& memory, double seconds, Numbers const& facts, Ten
   require(facts.size() <= size_t(kMostFacts), "facts: expected at most ", kMostFacts, ", got ",
           facts.size());
   Place const host(report, "report");
-  require(!host.on_cuda() && is_int64(report, "report"),
-          "report: expected a CPU tensor of int64, pinned where peers are on a GPU");
+  require(!host.on_cuda() && is_int64(report, "report") && report.is_contiguous(),
+          "report: expected a contiguous CPU tensor of int64, pinned where peers are on a GPU");
   Meet args{.memory = memory, .seconds = seconds, .count = int64_t(facts.size())};
   std::copy(facts.begin(), facts.end(), args.facts);
   args.report = static_cast<PeerReport*>(

@@ -1,4 +1,5 @@
 // Whole layers, forward and backward: from tokens with ids and scores, or from rows already sorted.
+#include "checks/check.h"
 #include "torch/backward.h"
 #include "torch/forward.h"
 #include "torch/ops.h"
@@ -57,6 +58,7 @@ void run_sorted(Place const& place, Layer const& layer, Routing const& routing, 
   MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace.data_ptr());
   f.h = {h.data_ptr(), 0};
   f.o = place.rows(o, "out", layer.dtype, {s.tokens, s.hidden});
+  check(f);  // before anything is written
   clear_outside(place, o, routing.offsets, s.experts);
   place.run(cpu::moe_forward, cuda::moe_forward, f);
 }

@@ -113,7 +113,7 @@ struct Layer {
   DType dtype;
   Activation activation;
   GateUp order;
-  bool transposed;                      // weights are (E, in, out)
+  bool transposed = false;              // weights are (E, in, out)
   int32_t const* experts_at = nullptr;  // (3, E): expert_at of w_up, w_gate and w_down
 
   int64_t width() const { return sizes.intermediate * (activation.gated ? 2 : 1); }

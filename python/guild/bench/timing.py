@@ -143,6 +143,7 @@ class Replay:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         call()  # compiles, allocates, picks algorithms
+        self._call = call  # the graph reads what it refers to
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=stream):
             for _ in range(count):

@@ -44,17 +44,13 @@ class Events {
 class Lines {
  public:
   Lines(PeerStreams const& streams, Queue const& queue, Counters const& counters)
-      : main_(queue),
-        link_(queue),
-        side_(queue),
-        main_counters_(counters),
-        side_counters_{streams.counter, 1} {
-    main_.counters = &main_counters_;
+      : main_(queue), link_(queue), side_(queue), counters_(counters) {
+    main_.counters = &counters_;
     has_streams_ = streams.link != nullptr && streams.side != nullptr;
     if (!has_streams_) return;
     link_.stream = streams.link;
     side_.stream = streams.side;
-    side_.counters = &side_counters_;
+    side_.counter = streams.counter;
     side_.shared = true;
   }
   Lines(Lines const&) = delete;
@@ -63,12 +59,7 @@ class Lines {
   void run(Line line, Meet const& x) { meet(x, of(line)); }
   void run(Line line, Tables const& x) { tables(x, of(line)); }
   void run(Line line, Sort const& x) { sort_by_expert(x, of(line)); }
-  void run(Line line, Pull const& x, Room room) {
-    Queue queue = of(line, room);
-    // The tokens are sorted meanwhile, for which blocks of a pull leave no room beside them.
-    if (x.part == Part::first) queue.sms = std::max(1, multiprocessors(main_) * 3 / 4);
-    pull(x, queue);
-  }
+  void run(Line line, Pull const& x, Room room) { pull(x, of(line, room)); }
   void run(Line line, UpProjection const& x, Room room) { up_projection(x, of(line, room)); }
   void run(Line line, DownProjection const& x, Room room) { down_projection(x, of(line, room)); }
   void run(Line line, Push const& x, Room room) { push(x, of(line, room)); }
@@ -102,14 +93,7 @@ class Lines {
   int64_t first(PeerLoad const& load) const {
     return has_streams_ ? first_experts(load) : load.experts;
   }
-  void apart(bool apart) {
-    apart_ = apart;
-    if (!apart) return;
-    // While other steps run, so that no product waits for it.
-    wait(Line::side, mark(Line::main));
-    main_counters_.clear(side_.stream);
-    side_counters_.clear(side_.stream);
-  }
+  void apart(bool apart) { apart_ = apart; }
 
   // Lets the main stream wait for the others, after whatever error: the memory that their steps
   // use may be free once the call has ended.
@@ -152,7 +136,7 @@ class Lines {
 
   Queue main_, link_, side_;
   bool has_streams_ = false, apart_ = false;
-  Counters main_counters_, side_counters_;
+  Counters counters_;  // of the main line's products
 };
 
 // Calls require_runnable() in place of the steps.

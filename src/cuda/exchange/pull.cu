@@ -9,7 +9,6 @@
 
 #include "checks/exchange.h"
 #include "cuda/alignment.h"
-#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/device.h"
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
@@ -106,11 +105,8 @@ __device__ unsigned least_expert(Pull const& x, int64_t place) {
   return least;
 }
 
-// A warp for a row at a time. The kernel of the second part may begin with that of the first, so
-// that its blocks are there when the first rows are.
+// A warp for a row at a time.
 __global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout layout) {
-  wait_for_previous();
-  let_next_start();
   PeerMemory const& m = x.memory;
   PeerControl const* const own = PeerView(layout, m, m.rank).control();
   bool const failed = own->failure != 0, others = x.part == Part::rest;
@@ -189,7 +185,6 @@ void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
                            {.blocks = unsigned(blocks),
                             .threads = kPullThreads,
                             .stream = queue.stream,
-                            .early = x.part == Part::rest,
                             .begun = begun},
                            x, layout_of(x.memory)),
              "launch of pull");

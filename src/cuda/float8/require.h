@@ -25,7 +25,8 @@ inline void require_codes(ConstRows const& rows, char const* name) {
 }
 // A weight whose products run over `in`, which is contiguous.
 inline void require_codes(ConstWeight const& w, int64_t experts, char const* name) {
-  require_codes(w.data, w.out_stride, experts == 1 ? 0 : w.expert_stride, name);
+  bool const one = experts == 1 && w.expert_at == nullptr;
+  require_codes(w.data, w.out_stride, one ? 0 : w.expert_stride, name);
 }
 
 // Scales (matrices, rows, columns), whose elements kernels count with 32 bits.

@@ -273,6 +273,21 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         lambda r: peer_backward(r, r.x[:3, :16].contiguous()),
         r"dout: expected shape \(3, 32\), got \(3, 16\)",
     ),
+    "a report in pieces": (
+        lambda r: ops.peer_meet(
+            *(*alone(r), False, 1.0, [], torch.zeros(1, dtype=torch.int64).expand(5))
+        ),
+        "report: expected a contiguous CPU tensor of int64",
+    ),
+    "codes of h as E5M2": (
+        lambda r: ops.scaled_up_out(
+            *(codes_of(r, 6, 32), floats_of(r, 6, 1), 0, r.offsets, None, codes_of(r, 4, 16, 32)),
+            *(floats_of(r, 4, 1, 1), codes_of(r, 4, 16, 32), floats_of(r, 4, 1, 1), None),
+            *(*FLAGS[:7], 1, 0, None, codes_of(r, 6, 32), floats_of(r, 6, 2)),
+            *(codes_of(r, 6, 16), floats_of(r, 6, 1)),
+        ),
+        r"format: expected 0 \(E4M3\) with h_codes",
+    ),
     "fewer slots than rows": (
         lambda r: push_lists(r, 5),
         "row_of: expected 6 slots as rows in y, got 5",

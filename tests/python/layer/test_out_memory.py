@@ -94,11 +94,12 @@ def test_wrong_out_of_experts_mlp(message: str, given: SimpleNamespace) -> None:
 
 def test_a_wrong_call_leaves_out_as_it_is(given: SimpleNamespace) -> None:
     out = torch.full_like(given.x, 7)
-    weights = given.up, None, given.down, given.up.new_zeros(2, 3)  # a bias of another shape
-    flags = 0, True, 1.0, torch.inf, 0.0, False, False, False
-    with pytest.raises(RuntimeError, match="b_up: expected"), torch.no_grad():
-        torch.ops.guild.experts_forward_out(given.x, given.offsets, *weights, None, *flags, out)
-    assert (out == 7).all()
+    weights = given.up, None, given.down
+    for b_up, alpha, name in ((given.up.new_zeros(2, 3), 1.0, "b_up"), (None, 1e-40, "alpha")):
+        rest = b_up, None, 0, True, alpha, torch.inf, 0.0, False, False, False, out
+        with pytest.raises(RuntimeError, match=f"{name}: expected"), torch.no_grad():
+            ops.experts_forward_out(given.x, given.offsets, *weights, *rest)
+        assert (out == 7).all()
 
 
 def test_out_of_experts_mlp_has_no_gradient(given: SimpleNamespace) -> None:
