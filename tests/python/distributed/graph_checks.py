@@ -1,4 +1,4 @@
-"""`guild train --fsdp` by CUDA graphs on one GPU per rank: the bits of steps without them.
+"""CUDA graphs on one GPU per rank: `guild train --fsdp` has the bits of steps without them.
 
 Run by test_peer_gpus.py.
 """
@@ -9,6 +9,8 @@ from unittest import mock
 
 import torch
 
+from guild.bench.parallel import measure_parallel
+from guild.bench.presets import Shape
 from guild.train.corpus import Corpus
 from guild.train.settings import Settings
 from guild.train.sharded import ShardedLearner
@@ -59,4 +61,13 @@ def with_shared_experts(rank: int) -> None:
     assert trained(True, 2, balance=0.0) == trained(False, 2, balance=0.0)
 
 
-CHECKS = by_copies, by_collectives, with_shared_experts
+def timed(rank: int) -> None:
+    """The benchmark replays the layer's passes, and those of a share of it alone."""
+    how = "random", torch.bfloat16, device(), 2, 0.001
+    record = measure_parallel({"toy": Shape(96, 64, 48, 8, 2)}, *how, engine="peer", graphs=True)
+    (case,) = record["cases"]
+    assert record["cuda_graphs"] and case["efficiency"]["backward"] > 0
+    assert set(case["milliseconds"]) == {"forward", "forward alone", "backward", "backward alone"}
+
+
+CHECKS = by_copies, by_collectives, with_shared_experts, timed
