@@ -14,7 +14,7 @@ bool supports(int major, int minor) {
 }
 
 struct Device {
-  int multiprocessors = 0, major = 0, minor = 0;
+  int multiprocessors = 0, l2_bytes = 0, major = 0, minor = 0;
 };
 
 int attribute(cudaDeviceAttr which, int index, char const* name) {
@@ -33,6 +33,7 @@ Device const& current_device() {
   require(index < kMost, "device index ", index, " is not below ", kMost);
   std::call_once(asked[index], [index] {
     known[index] = {attribute(cudaDevAttrMultiProcessorCount, index, "multiprocessor count"),
+                    attribute(cudaDevAttrL2CacheSize, index, "size of L2"),
                     attribute(cudaDevAttrComputeCapabilityMajor, index, "compute capability"),
                     attribute(cudaDevAttrComputeCapabilityMinor, index, "compute capability")};
   });
@@ -67,6 +68,8 @@ int multiprocessors(Queue const& queue) {
   int const all = current_device().multiprocessors;
   return queue.sms > 0 && queue.sms < all ? queue.sms : all;
 }
+
+int64_t l2_bytes() { return current_device().l2_bytes; }
 
 int32_t* cleared_counter(Queue const& queue) {
   Counters one{queue.counter, 1};

@@ -16,11 +16,9 @@ void require_runnable(DownProjection const& x) {
   require_low_rank(x.low_rank, x.w_down);
 }
 
-void down_projection(DownProjection const& x, Queue queue) {
-  down_projection(x, nullptr, {}, queue);
-}
+void down_projection(DownProjection const& x, Queue queue) { down_projection(x, {}, {}, queue); }
 
-void down_projection(DownProjection const& x, Sort const* sort, SharedRows const& shared,
+void down_projection(DownProjection const& x, InForward const& forward, SharedRows const& shared,
                      Queue const& queue) {
   require_runnable(x);
   Sizes const& s = x.sizes;
@@ -36,8 +34,9 @@ void down_projection(DownProjection const& x, Sort const* sort, SharedRows const
                .d = x.y,
                .direct = {},
                .tokens = s.tokens,
-               .sort = sort,
+               .sort = forward.sort,
                .after_up = x.after_up,
+               .short_lived = forward.short_lived,
                .shared = shared},
               queue);
 }

@@ -4,6 +4,8 @@
 #include "checks/check.h"
 #include "compose.h"
 #include "cuda/alignment.h"
+#include "cuda/column_parts.h"
+#include "cuda/device.h"
 #include "cuda/gate_up.h"
 #include "cuda/products.h"
 #include "cuda/require_runnable.h"
@@ -26,34 +28,48 @@ struct FusedSharedExpert {
     if (expert == nullptr) return {};
     return {.n = expert->intermediate, .w = {up.w[0], up.w[1]}, .activated = {a}};
   }
-  SharedRows of_down() const {
+  // hidden: of the whole down projection, of which these are some columns.
+  SharedRows of_down(Columns const& part, int64_t hidden, DType dtype) const {
     if (expert == nullptr) return {};
-    return {.k = expert->intermediate, .w = expert->w_down, .a = {a}, .d = {expert->o}};
+    ConstWeight w = expert->w_down;
+    w.data = after_elements(w.data, part.first * w.out_stride, dtype);
+    return {.k = expert->intermediate,
+            .w = w,
+            .a = {a},
+            .d = of_columns(Rows{expert->o}, hidden, part, dtype)};
   }
 };
 
 struct Steps {
   Queue queue;
-  Sort const* sort = nullptr;           // left to the products
-  TokenChoice const* choice = nullptr;  // left to the up product
+  InForward forward = {};  // its sort and choice are left to the products
   FusedSharedExpert shared = {};
+  int64_t parts = 1;  // of the down projection
   void sort_by_expert(Sort const& x) const {
-    if (sort == nullptr) cuda::sort_by_expert(x, queue);
+    if (forward.sort == nullptr) cuda::sort_by_expert(x, queue);
   }
   void up_projection(UpProjection const& x) const {
-    cuda::up_projection(x, sort, choice, shared.of_up(), queue);
+    cuda::up_projection(x, forward, shared.of_up(), queue);
   }
-  void down_projection(DownProjection const& x) const {
-    cuda::down_projection(x, sort, shared.of_down(), queue);
+  void down_projection(DownProjection const& x) const { down_projection(x, {0, x.sizes.hidden}); }
+  void down_projection(DownProjection const& x, Columns const& part) const {
+    SharedRows const of_all = shared.of_down(part, x.sizes.hidden, x.dtype);
+    cuda::down_projection(of_columns(x, part), forward, of_all, queue);
   }
-  void combine(Combine const& x) const {
-    cuda::combine(x, {.after_few = sort != nullptr, .residual_too = shared.expert != nullptr},
-                  queue);
-  }
+  void combine(Combine const& x) const { cuda::combine(x, {}, queue); }
   void down_and_combine(DownProjection const& down, Combine const& sum) const {
+    Sort const* const sort = forward.sort;
     if (sort != nullptr && down_with_sum(down, sum, *sort, shared.expert, queue)) return;
-    down_projection(down);
-    combine(sum);
+    for (int64_t i = 0; i < parts; ++i) {
+      Columns const part = columns_of_part(down.sizes.hidden, i, parts);
+      down_projection(down, part);
+      cuda::combine(of_columns(sum, part),
+                    {.after_few = sort != nullptr,
+                     .residual_too = shared.expert != nullptr,
+                     .discards = forward.short_lived,
+                     .a = i + 1 == parts ? down.a : ConstRows{}},
+                    queue);
+    }
   }
   void down_gradient(DownGradient const& x) const { cuda::down_gradient(x, queue); }
   void score_gradient(ScoreGradient const& x) const { cuda::score_gradient(x, queue); }
@@ -123,9 +139,26 @@ struct Forward {
   void run(TokenChoice const* choice, Queue queue) const {
     Counters counters{workspace.counters, kForwardCounters};
     queue.counters = &counters;
-    Sort const* const sort = sorts_in_products(x) ? x.sort : nullptr;
+    int64_t const parts = column_parts(x.sizes, x.dtype);
+    InForward const forward{.sort = sorts_in_products(x) ? x.sort : nullptr,
+                            .choice = choice,
+                            .short_lived = fits_l2(parts)};
     compose_forward(x, workspace,
-                    Steps{.queue = queue, .sort = sort, .choice = choice, .shared = shared});
+                    Steps{.queue = queue,
+                          .forward = forward,
+                          .shared = shared,
+                          .parts = forward.short_lived ? parts : 1});
+  }
+
+  // Whether A and Y need never be written to memory: L2 has room for both until they are added up,
+  // and no two slots share a row, as the sort is the layer's own. Little data stays there anyway.
+  bool fits_l2(int64_t parts) const {
+    constexpr int64_t kLeastBytes = 2 << 20;
+    if (x.sort == nullptr || !has_slots(x.routing)) return false;
+    Sizes const& s = x.sizes;
+    int64_t const row_bytes = (s.intermediate + s.hidden / parts) * element_bytes(x.dtype);
+    return s.rows() >= kLeastBytes / row_bytes && s.rows() <= l2_bytes() / row_bytes &&
+           can_discard(s, workspace.a, workspace.y);
   }
 };
 

@@ -54,6 +54,8 @@ struct UpProduct {
   Activation activation;
   Rows h;          // (rows, n), or 2n where paired; null data: not wanted
   Rows activated;  // (rows, n)
+  // Whether `activated` is read by the next kernel and no other: L2 is then asked to keep it.
+  bool short_lived = false;
   LowRankOperand low_rank = {};
   // The sort that makes groups and row_token, if the product is to run it; null: it has been run.
   // Only where products_sort() says so.
@@ -114,7 +116,8 @@ struct RowProduct {
   // Whether an up projection on the same groups was launched right before: weights may then be
   // read while that still runs.
   bool after_up = false;
-  SharedRows shared = {};  // as in the up product before
+  bool short_lived = false;  // as in the up product before, of d
+  SharedRows shared = {};    // as in the up product before
 };
 void row_product(RowProduct const& product, Queue const& queue);
 
@@ -143,11 +146,16 @@ W transposed(W const& w) {
   return {w.data, w.expert_stride, w.in_stride, w.out_stride, w.expert_at};
 }
 
-// The steps of guild/cuda.h whose products also sort and choose, unless sort and choice are null,
-// and compute shared experts.
-void up_projection(UpProjection const& step, Sort const* sort, TokenChoice const* choice,
-                   SharedUp const& shared, Queue const& queue);
-void down_projection(DownProjection const& step, Sort const* sort, SharedRows const& shared,
+// The steps of guild/cuda.h in a layer's forward: their products also sort and choose, unless sort
+// and choice are null, and compute shared experts.
+struct InForward {
+  Sort const* sort = nullptr;
+  TokenChoice const* choice = nullptr;  // of the up projection
+  bool short_lived = false;             // the results, as in the products
+};
+void up_projection(UpProjection const& step, InForward const& forward, SharedUp const& shared,
+                   Queue const& queue);
+void down_projection(DownProjection const& step, InForward const& forward, SharedRows const& shared,
                      Queue const& queue);
 
 }  // namespace guild::cuda

@@ -28,12 +28,10 @@ void require_runnable(UpProjection const& x) {
   require_low_rank(x, view.w[0]);
 }
 
-void up_projection(UpProjection const& x, Queue queue) {
-  up_projection(x, nullptr, nullptr, {}, queue);
-}
+void up_projection(UpProjection const& x, Queue queue) { up_projection(x, {}, {}, queue); }
 
-void up_projection(UpProjection const& x, Sort const* sort, TokenChoice const* choice,
-                   SharedUp const& shared, Queue const& queue) {
+void up_projection(UpProjection const& x, InForward const& forward, SharedUp const& shared,
+                   Queue const& queue) {
   require_runnable(x);
   auto const view = view_of(x);
   Sizes const& s = x.sizes;
@@ -51,9 +49,10 @@ void up_projection(UpProjection const& x, Sort const* sort, TokenChoice const* c
               .activation = x.activation,
               .h = x.h,
               .activated = x.a,
+              .short_lived = forward.short_lived,
               .low_rank = low_rank_operand(x),
-              .sort = sort,
-              .choice = choice,
+              .sort = forward.sort,
+              .choice = forward.choice,
               .shared = shared},
              queue);
 }

@@ -84,6 +84,15 @@ __device__ inline void tma_store_at(CUtensorMap const& map, uint32_t from, RowCo
 __device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at) {
   tma_store_at(map, shared_address(from), at);
 }
+// policy: how long L2 keeps what is stored, by evict_last() or evict_normal().
+__device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, "
+      "%5}], [%1], %6;" ::"l"(&map),
+      "r"(shared_address(from)), "r"(at.x), "r"(at.half), "r"(at.r), "r"(at.row), "l"(policy)
+      : "memory");
+}
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"); }
 
 // Waits until at most `pending` of this thread's store groups still read shared memory.

@@ -10,6 +10,7 @@
 #include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/arch/dependent_launch.cuh"
+#include "cuda/arch/l2.cuh"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
@@ -41,6 +42,8 @@ struct Args {
   int rows, slots, top_k, tokens, hidden;
   bool early;  // rows and scores of the slots may be read before wait_for_previous()
   bool late;   // the residual may not be read before it
+  T const* a;  // (rows, a_lines), discarded with y
+  int a_lines;
 
   // The initial value of a token's sum of eight columns.
   __device__ Eight start(int64_t token, int col) const {
@@ -63,7 +66,21 @@ constexpr int kThreads = 256;
 constexpr int64_t kFewTokens = 64;
 constexpr int kAtOnce = 8;  // rows that a thread loads before it adds them
 
+constexpr int kLineElements = kLineBytes / kElementBytes;
+
+// Discards the line of Y that eight lanes have read, and a part of the row of A.
 template <class T>
+__device__ void discard(Args<T> const& p, int row, int col, bool first_of_block) {
+  if (col % kLineElements == 0) discard_line(const_cast<T*>(p.y.at(row, col)));
+  if (!first_of_block) return;
+  T const* const a = p.a + int64_t(row) * p.a_lines * kLineElements;
+  int const lanes = min(int(blockDim.x), p.hidden / 8);  // that have columns
+  for (int line = threadIdx.x; line < p.a_lines; line += lanes) {
+    discard_line(const_cast<T*>(a) + line * kLineElements);
+  }
+}
+
+template <class T, bool discards>
 __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
   bool waits = p.early;
   if (!waits) wait_for_previous();
@@ -97,6 +114,14 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (unsigned(row[i]) < unsigned(p.rows)) add(sum, score[i], unpack_eight<T>(words[i]));
+      }
+      if constexpr (discards) {
+        __syncwarp(0xffu << threadIdx.x % 32 / 8 * 8);  // all lanes of a line have read it
+        bool const first = blockIdx.y == 0 && col == int(threadIdx.x) * 8;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (unsigned(row[i]) < unsigned(p.rows)) discard(p, row[i], col, first);
+        }
       }
     }
     store_eight(p.o.at(token, col), sum);
@@ -281,13 +306,15 @@ void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue)
                      .tokens = int(s.tokens),
                      .hidden = int(s.hidden),
                      .early = after.after_few,
-                     .late = after.residual_too};
+                     .late = after.residual_too,
+                     .a = static_cast<T const*>(after.a.data),
+                     .a_lines = after.a.data == nullptr ? 0 : int(s.intermediate / kLineElements)};
   if (x.router.dlogits.data == nullptr) {
     // A token's columns are split over blocks only where tokens are few.
     int64_t const passes = ceil_div(s.hidden, kThreads * 8);
     int64_t const parts = s.tokens <= kFewTokens ? std::min(passes, kMostBlocksAlongY) : 1;
     int const threads = threads_of(s.hidden, passes);
-    cuda_check(launch_kernel(combine_kernel<T>,
+    cuda_check(launch_kernel(after.discards ? combine_kernel<T, true> : combine_kernel<T, false>,
                              {.blocks = dim3(unsigned(s.tokens), unsigned(parts)),
                               .threads = threads,
                               .stream = queue.stream,
@@ -328,6 +355,13 @@ void require_runnable(Combine const& x) {
   if (x.router.dlogits.data != nullptr) {
     addressable_stride(x.sizes.rows(), row_stride(x.y, x.sizes.hidden), "y");
   }
+}
+
+bool can_discard(Sizes const& sizes, void const* a, void const* y) {
+  auto const by_lines = [](void const* rows, int64_t width) {
+    return width % kLineElements == 0 && uintptr_t(rows) % kLineBytes == 0;
+  };
+  return by_lines(a, sizes.intermediate) && by_lines(y, sizes.hidden);
 }
 
 void combine(Combine const& x, Queue queue) { combine(x, {}, queue); }

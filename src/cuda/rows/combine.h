@@ -9,7 +9,13 @@ struct CombineAfter {
   // kernel once the slots' rows are written. They are then read while it still runs.
   bool after_few = false;
   bool residual_too = false;  // whether the residual, too, is that kernel's
+  // Whether nothing reads y or a after this step, and no two slots share a row. L2 then forgets the
+  // rows of both in place of writing them to memory: only where can_discard().
+  bool discards = false;
+  ConstRows a = {};  // (R, I); null data: none
 };
+// Whether lines of L2 hold whole rows of a (R, I) and y (R, H), which are contiguous.
+bool can_discard(Sizes const& sizes, void const* a, void const* y);
 void combine(Combine const& step, CombineAfter const& after, Queue const& queue);
 
 }  // namespace guild::cuda

@@ -126,7 +126,16 @@ struct RowOutput {
 
   // Stores the tile's rows of a box: columns from `col` of `half`.
   __device__ void store(char const* box, Tile const& tile, int col, int half) const {
-    tma_store(map, box, RowCoordinate{col, half, 64 - tile.rows, tile.row + tile.rows});
+    tma_store(map, box, coordinate(tile, col, half));
+  }
+  __device__ void store(char const* box, Tile const& tile, int col, int half,
+                        uint64_t policy) const {
+    tma_store(map, box, coordinate(tile, col, half), policy);
+  }
+
+ private:
+  static __device__ RowCoordinate coordinate(Tile const& tile, int col, int half) {
+    return {col, half, 64 - tile.rows, tile.row + tile.rows};
   }
 };
 

@@ -1,6 +1,7 @@
 // The ring of stages that weights and rows of X pass through, and the sum of a tile over K.
 #pragma once
 #include "cuda/arch/copy.cuh"
+#include "cuda/arch/l2.cuh"
 #include "cuda/arch/wgmma.cuh"
 #include "cuda/sm90/tile_queue.cuh"
 #include "cuda/warp.cuh"
@@ -54,11 +55,6 @@ __device__ inline void tma_load_stage(CUtensorMap const& map, void* to, StageCoo
       "l"(&map), "r"(shared_address(&done.word)), "r"(0), "r"(by_group ? 0 : at.row),
       "r"(by_group ? at.step : 0), "r"(by_group ? at.row : at.step), "r"(at.expert), "l"(policy)
       : "memory");
-}
-__device__ inline uint64_t evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 
 // wgmma reads 64 rows at a time. Where a tile has fewer, it reads into what comes next, and those

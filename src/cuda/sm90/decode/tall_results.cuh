@@ -5,6 +5,7 @@
 // Where they are pairs of gate and up, eights of both alternate, so that a thread has both for its
 // columns.
 #pragma once
+#include "cuda/arch/l2.cuh"
 #include "cuda/sm90/decode/tall_tiles.h"
 #include "cuda/sm90/outputs.cuh"
 
@@ -20,6 +21,7 @@ template <class T, bool activates, bool plain>
 struct TallResults {
   static constexpr auto kKnown = plain ? StaticActivation::swiglu : StaticActivation::any;
   RowOutput<T> out;  // A, or D
+  bool short_lived;  // products.h
   Bias<T> bias;      // (E, columns of H), ordered as H
   StaticPairing<kKnown> pairing;
   ActivationOf<float> activation;
@@ -78,6 +80,8 @@ struct TallResults {
   }
 
  private:
+  __device__ uint64_t policy() const { return short_lived ? evict_last() : evict_normal(); }
+
   static constexpr int kChunks = (kTallRows + 63) / 64;  // of 64 rows of a part, or what is left
 
   // Copies the sums of chunk i of both parts' chunks.
@@ -121,7 +125,7 @@ struct TallResults {
     fence_async_proxy();
     named_barrier(1, 256);
     if (!stores) return;
-    out.store(box, rows, rows.col, 0);
+    out.store(box, rows, rows.col, 0, policy());
     tma_store_commit();
   }
 
@@ -146,7 +150,7 @@ struct TallResults {
     named_barrier(2 + group, 128);
     int const col = rows.col + 64 * group;
     if (thread != 0 || col >= out.columns) return;
-    out.store(box, rows, col, 0);
+    out.store(box, rows, col, 0, policy());
     tma_store_commit();
   }
 };

@@ -19,6 +19,7 @@ void tall_row_product(RowProduct const& x, Queue const& queue) {
     p.x_map[1] = row_map<T>(x.a, x.rows, x.k, 1, 8, "a");
     p.claims = claims_of(x.d.data, queue);
     p.results.out = row_output<T>(x.d, x.rows, x.n, 1, "out");
+    p.results.short_lived = x.short_lived;
     p.results.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
     p.results.pairing = {Pairing::none};
     launch_tall<Product>(p, x.rows, queue);

@@ -26,6 +26,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   }
   p.claims = claims_of(x.activated.data, queue);
   p.results.out = row_output<T>(x.activated, x.rows, x.n, 1, "a");
+  p.results.short_lived = x.short_lived;
   p.results.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, paired ? 2 * x.n : x.n)};
   p.results.pairing = {x.pairing};
   p.results.activation = activation_in<float>(x.activation);
