@@ -14,6 +14,7 @@ inline void cuda_check(cudaError_t e, char const* what) {
 
 // Multiprocessors that a launch on this queue may fill.
 int multiprocessors(Queue const& queue);
+// The size of the current device's L2.
 int64_t l2_bytes();
 
 // The counters of a composite's products, one for each. All are cleared when the first product asks

@@ -28,15 +28,9 @@ struct FusedSharedExpert {
     if (expert == nullptr) return {};
     return {.n = expert->intermediate, .w = {up.w[0], up.w[1]}, .activated = {a}};
   }
-  // hidden: of the whole down projection, of which these are some columns.
-  SharedRows of_down(Columns const& part, int64_t hidden, DType dtype) const {
+  SharedRows of_down() const {
     if (expert == nullptr) return {};
-    ConstWeight w = expert->w_down;
-    w.data = after_elements(w.data, part.first * w.out_stride, dtype);
-    return {.k = expert->intermediate,
-            .w = w,
-            .a = {a},
-            .d = of_columns(Rows{expert->o}, hidden, part, dtype)};
+    return {.k = expert->intermediate, .w = expert->w_down, .a = {a}, .d = {expert->o}};
   }
 };
 
@@ -51,18 +45,16 @@ struct Steps {
   void up_projection(UpProjection const& x) const {
     cuda::up_projection(x, forward, shared.of_up(), queue);
   }
-  void down_projection(DownProjection const& x) const { down_projection(x, {0, x.sizes.hidden}); }
-  void down_projection(DownProjection const& x, Columns const& part) const {
-    SharedRows const of_all = shared.of_down(part, x.sizes.hidden, x.dtype);
-    cuda::down_projection(of_columns(x, part), forward, of_all, queue);
+  void down_projection(DownProjection const& x) const {
+    cuda::down_projection(x, forward, shared.of_down(), queue);
   }
   void combine(Combine const& x) const { cuda::combine(x, {}, queue); }
   void down_and_combine(DownProjection const& down, Combine const& sum) const {
     Sort const* const sort = forward.sort;
     if (sort != nullptr && down_with_sum(down, sum, *sort, shared.expert, queue)) return;
     for (int64_t i = 0; i < parts; ++i) {
-      Columns const part = columns_of_part(down.sizes.hidden, i, parts);
-      down_projection(down, part);
+      ColumnRange const part = columns_of_part(down.sizes.hidden, i, parts);
+      down_projection(of_columns(down, part));
       cuda::combine(of_columns(sum, part),
                     {.after_few = sort != nullptr,
                      .residual_too = shared.expert != nullptr,
@@ -139,24 +131,36 @@ struct Forward {
   void run(TokenChoice const* choice, Queue queue) const {
     Counters counters{workspace.counters, kForwardCounters};
     queue.counters = &counters;
-    int64_t const parts = column_parts(x.sizes, x.dtype);
-    InForward const forward{.sort = sorts_in_products(x) ? x.sort : nullptr,
-                            .choice = choice,
-                            .short_lived = fits_l2(parts)};
+    InForward forward{.sort = sorts_in_products(x) ? x.sort : nullptr, .choice = choice};
+    int64_t const most = forward.sort == nullptr ? parts(queue) : 1;
+    forward.short_lived = fits_l2(most);
     compose_forward(x, workspace,
                     Steps{.queue = queue,
                           .forward = forward,
                           .shared = shared,
-                          .parts = forward.short_lived ? parts : 1});
+                          .parts = forward.short_lived ? most : 1});
+  }
+
+ private:
+  // Parts by columns, where a tall product serves the down projection. Each may start early: the
+  // combine before it waits for all other kernels before it lets the next one start.
+  int64_t parts(Queue const& queue) const {
+    if (shared.expert != nullptr || x.w_down.in_stride != 1) return 1;
+    return column_parts(x.sizes, x.dtype, multiprocessors(queue));
   }
 
   // Whether A and Y need never be written to memory: L2 has room for both until they are added up,
-  // and no two slots share a row, as the sort is the layer's own. Little data stays there anyway.
+  // and each row belongs to one slot of one token, as the sort is the layer's own. Little data
+  // stays there anyway.
   bool fits_l2(int64_t parts) const {
     constexpr int64_t kLeastBytes = 2 << 20;
-    if (x.sort == nullptr || !has_slots(x.routing)) return false;
+    Routing const& routing = x.routing;
+    if (x.sort == nullptr || routing.slot_row == nullptr || routing.token_offsets != nullptr) {
+      return false;
+    }
     Sizes const& s = x.sizes;
-    int64_t const row_bytes = (s.intermediate + s.hidden / parts) * element_bytes(x.dtype);
+    int64_t const columns = s.intermediate + most_columns_of_part(s.hidden, parts);
+    int64_t const row_bytes = columns * element_bytes(x.dtype);
     return s.rows() >= kLeastBytes / row_bytes && s.rows() <= l2_bytes() / row_bytes &&
            can_discard(s, workspace.a, workspace.y);
   }

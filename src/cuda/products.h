@@ -54,7 +54,7 @@ struct UpProduct {
   Activation activation;
   Rows h;          // (rows, n), or 2n where paired; null data: not wanted
   Rows activated;  // (rows, n)
-  // Whether `activated` is read by the next kernel and no other: L2 is then asked to keep it.
+  // Whether `activated` is read soon and then never again: tall products ask L2 to keep it.
   bool short_lived = false;
   LowRankOperand low_rank = {};
   // The sort that makes groups and row_token, if the product is to run it; null: it has been run.

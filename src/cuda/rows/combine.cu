@@ -42,7 +42,7 @@ struct Args {
   int rows, slots, top_k, tokens, hidden;
   bool early;  // rows and scores of the slots may be read before wait_for_previous()
   bool late;   // the residual may not be read before it
-  T const* a;  // (rows, a_lines), discarded with y
+  T const* a;  // discarded with y: a row has a_lines lines of L2
   int a_lines;
 
   // The initial value of a token's sum of eight columns.
@@ -67,6 +67,7 @@ constexpr int64_t kFewTokens = 64;
 constexpr int kAtOnce = 8;  // rows that a thread loads before it adds them
 
 constexpr int kLineElements = kLineBytes / kElementBytes;
+static_assert(kLineElements == 8 * 8);  // eight lanes of eight columns
 
 // Discards the line of Y that eight lanes have read, and a part of the row of A.
 template <class T>
@@ -116,7 +117,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
         if (unsigned(row[i]) < unsigned(p.rows)) add(sum, score[i], unpack_eight<T>(words[i]));
       }
       if constexpr (discards) {
-        __syncwarp(0xffu << threadIdx.x % 32 / 8 * 8);  // all lanes of a line have read it
+        unsigned const lanes = 0xffu << (threadIdx.x % 32 / 8 * 8);
+        __syncwarp(lanes);  // all lanes of a line have read it
         bool const first = blockIdx.y == 0 && col == int(threadIdx.x) * 8;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {

@@ -1,4 +1,4 @@
-// The combine step after products for few tokens.
+// The combine step within a forward.
 #pragma once
 #include "guild/cuda.h"
 
@@ -9,12 +9,12 @@ struct CombineAfter {
   // kernel once the slots' rows are written. They are then read while it still runs.
   bool after_few = false;
   bool residual_too = false;  // whether the residual, too, is that kernel's
-  // Whether nothing reads y or a after this step, and no two slots share a row. L2 then forgets the
-  // rows of both in place of writing them to memory: only where can_discard().
+  // Whether nothing reads y or a after this step, and each row belongs to one slot of one token. L2
+  // then forgets the rows of both in place of writing them to memory: only where can_discard().
   bool discards = false;
   ConstRows a = {};  // (R, I); null data: none
 };
-// Whether lines of L2 hold whole rows of a (R, I) and y (R, H), which are contiguous.
+// Whether every row of a (R, I) and y (R, H), which are contiguous, is a whole number of lines.
 bool can_discard(Sizes const& sizes, void const* a, void const* y);
 void combine(Combine const& step, CombineAfter const& after, Queue const& queue);
 

@@ -14,32 +14,35 @@ namespace guild::test {
 
 namespace {
 
-using cuda::Columns;
+using cuda::ColumnRange;
 
 TEST(ColumnParts, AreOfLargeLayersWithManyRows) {
   auto const parts = [](int64_t tokens, int64_t hidden, int64_t intermediate, int64_t experts) {
     Sizes const sizes{tokens, hidden, intermediate, experts, 8};
-    return cuda::column_parts(sizes, DType::bfloat16);
+    return cuda::column_parts(sizes, DType::bfloat16, 132);
   };
   EXPECT_EQ(parts(512, 7168, 2048, 256), 4);
   EXPECT_EQ(parts(64, 7168, 2048, 256), 1);  // 7 MiB of rows
   EXPECT_EQ(parts(512, 2880, 2880, 128), 2);
-  EXPECT_EQ(parts(1024, 2048, 768, 128), 1);  // 0.4 GB of weights
-  EXPECT_EQ(parts(1 << 17, 64, 1 << 20, 1024), 1);
+  EXPECT_EQ(parts(1024, 2048, 768, 128), 1);         // 0.4 GB of weights
+  EXPECT_EQ(parts(512, 6144, 32768, 8), 1);          // 96 tiles in two parts
+  EXPECT_EQ(parts(512, 6144, 32768, 33), 2);         // 396
   EXPECT_EQ(parts(1 << 16, 264, 1 << 20, 1024), 2);  // no part without columns
 }
 
 TEST(ColumnParts, CoverAllColumnsOnce) {
   for (int64_t columns : {8, 256, 264, 2048, 2880, 7168}) {
-    for (int64_t parts = 1; parts <= ceil_div(columns, cuda::kPartColumns); ++parts) {
-      int64_t next = 0;
+    for (int64_t parts = 1; parts <= ceil_div(columns, cuda::kTileColumns); ++parts) {
+      int64_t next = 0, most = 0;
       for (int64_t i = 0; i < parts; ++i) {
-        Columns const part = cuda::columns_of_part(columns, i, parts);
+        ColumnRange const part = cuda::columns_of_part(columns, i, parts);
         EXPECT_EQ(part.first, next);
         EXPECT_LT(part.first, part.end);
+        most = std::max(most, part.end - part.first);
         next = part.end;
       }
       EXPECT_EQ(next, columns);
+      EXPECT_LE(most, cuda::most_columns_of_part(columns, parts));
     }
   }
 }
@@ -76,7 +79,7 @@ struct Layer {
     sum.residual = {residual.data(), kApart};
     std::fill(o.begin(), o.end(), -1.f);
     for (int64_t i = 0; i < parts; ++i) {
-      Columns const part = cuda::columns_of_part(kHidden, i, parts);
+      ColumnRange const part = cuda::columns_of_part(kHidden, i, parts);
       cpu::down_projection(cuda::of_columns(down, part));
       cpu::combine(cuda::of_columns(sum, part));
     }

@@ -235,24 +235,6 @@ def test_a_few_tokens_with_any_number_of_experts(top_k: int, width: int, gpu: st
                     assert torch.equal(call(some, residual), everyone[some]), (tokens, first)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "width"), [(64, 576), (1024, 512), (2112, 64), (2048, 328), (8192, 10496)]
-)
-@pytest.mark.parametrize("shared", [0, 1])
-def test_results_that_stay_in_l2(hidden: int, width: int, shared: int, gpu: str) -> None:
-    """Added up, they are discarded, and written again; with large weights by parts of columns."""
-    torch.manual_seed(width)
-    place = {"device": gpu, "dtype": torch.float16 if shared else torch.bfloat16}
-    layers = [guild.MoE(hidden, width, EXPERTS, 5, shared_experts=shared, **place) for _ in "ab"]
-    x = torch.randn(3000, hidden, **place)
-    with torch.no_grad():
-        expected = [torch.cat([layer(few) for few in x.split(50)]) for layer in layers]
-        for tokens in (300, 700, 1300, 3000):
-            both = [layer(x[:tokens]) for layer in (*layers, *layers)]
-            for out, wanted in zip(both, 2 * expected, strict=True):
-                assert torch.equal(out, wanted[:tokens]), tokens
-
-
 def test_training_and_inference_have_the_same_bits(gpu: str) -> None:
     moe = guild.MoE(HIDDEN, WIDTH, EXPERTS, TOP_K, device=gpu, dtype=torch.bfloat16)
     x = torch.randn(700, HIDDEN, device=gpu, dtype=torch.bfloat16)
