@@ -45,9 +45,9 @@ inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtyp
   int64_t const own = rows * s.intermediate, more = s.tokens * shared;
   auto* const a = static_cast<char*>(carver.take(own + more, bytes));
   void* const y = carver.take(rows, s.hidden, bytes);
-  int64_t const counters = rows > 0 ? kForwardCounters : 0;
-  void* const counter = carver.take(counters, int64_t(sizeof(int32_t)));
-  return {a, y, static_cast<int32_t*>(counter), a == nullptr ? nullptr : a + own * bytes};
+  int64_t const products = rows > 0 ? kForwardCounters : 0;
+  void* const counters = carver.take(products, int64_t(sizeof(int32_t)));
+  return {a, y, static_cast<int32_t*>(counters), a == nullptr ? nullptr : a + own * bytes};
 }
 
 // The down gradient's workspace: sums of the columns of dH and of s dO per chunk of rows, float32.
