@@ -65,6 +65,12 @@ Chunks chunks_of(Place const& place, MaybeTensor const& codes, MaybeTensor const
   return chunks;
 }
 
+// Gradients read the codes of H as E4M3.
+void require_e4m3(MaybeTensor const& h_codes, Float8 format) {
+  require(!h_codes.has_value() || format == Float8::e4m3,
+          "format: expected 0 (E4M3) with h_codes, got ", int(format));
+}
+
 // x (T or R, H) codes, w_up, w_gate (E, I, H) codes, H contiguous -> a (R, I) codes; h (R, W) in
 // the dtype of b_up and h, or h_codes (R, W), gate before up; scales as in guild/float8.h
 void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Tensor const& offsets,
@@ -87,9 +93,7 @@ void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Te
   args.routing = routing_of(place, s, offsets, row_token);
   args.x_format = float8_of(x_format, "x_format");
   args.format = float8_of(format, "format");
-  // Gradients read the codes of H as E4M3.
-  require(!h_codes.has_value() || args.format == Float8::e4m3,
-          "format: expected 0 (E4M3) with h_codes, got ", format);
+  require_e4m3(h_codes, args.format);
   args.scale = scale_kind_of(scale);
   args.x = codes_of(place, x, "x", s.tokens, s.hidden);
   args.x_scales =

@@ -34,6 +34,7 @@ from guild.train.world import (
     is_started_by_torchrun,
     joined,
     local_ranks,
+    rendezvous,
     run_folder,
     writes,
     written_by_one,
@@ -85,7 +86,8 @@ def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Conso
             _say(console, f"{stopped}, without a checkpoint")
         else:
             where = "" if training.saved == training.step else f" from step {training.saved}"
-            _say(console, f"{stopped}; to continue{where}:")
+            nodes = ", on every node" if plan.fsdp and rendezvous() else ""
+            _say(console, f"{stopped}; to continue{where}{nodes}:")
             _say(console, f"  {resume_command(typed, plan.out)}")
         return INTERRUPTED
     if summary:
@@ -94,14 +96,14 @@ def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Conso
 
 
 def resume_command(typed: dict[str, Any], out: Path) -> str:
-    """The command that continues a run, as it can be typed.
+    """The command that continues a run, as it can be typed, on every node if there are several.
 
     It repeats what the checkpoint does not hold: where the bytes come from, and how to compute.
     """
     words = command_of("guild", "guild")
     if typed.get("fsdp"):
         torchrun = command_of("torchrun", "torch.distributed.run")
-        words = [*torchrun, "--nproc-per-node", str(local_ranks()), "-m", "guild"]
+        words = [*torchrun, *rendezvous(), "--nproc-per-node", str(local_ranks()), "-m", "guild"]
     words += ["train", "--resume", *_option("out", out)]
     for name in ("corpus", "device", "check_every", "threads", "expert_parallel"):
         if name in typed:

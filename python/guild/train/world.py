@@ -70,6 +70,15 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def rendezvous() -> list[str]:
+    """The options with which torchrun, on every node, finds the others; none on a single node."""
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+    if nodes == "1":
+        return []
+    first = os.environ["MASTER_ADDR"]
+    return ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", first]
+
+
 def writes() -> bool:
     """Whether this rank has the folder and the console: the first one, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0

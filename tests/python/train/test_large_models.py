@@ -133,6 +133,13 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         "torchrun --nproc-per-node 2 -m guild train --resume --out a --expert-parallel 2 --fsdp "
         "--keep-gathered --no-cuda-graph"
     )
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    assert resume_command({"fsdp": True}, Path("a")) == (
+        "torchrun --nnodes 3 --rdzv-backend c10d --rdzv-endpoint node-0 --nproc-per-node 2 -m "
+        "guild train --resume --out a --fsdp"
+    )
+    monkeypatch.delenv("GROUP_WORLD_SIZE")
     odd = resume_command({"corpus": Path("-c"), "fsdp": True}, Path(os.fsdecode(b"a '\xff\\")))
     words = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {odd}"], stdout=subprocess.PIPE, check=True
