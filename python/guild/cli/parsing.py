@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 class Formatter(argparse.HelpFormatter):
@@ -15,7 +18,7 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an unknown option with its own usage, also that of a subcommand."""
+    """Reports an unknown option with its own usage, also that of a subcommand; once a node."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -24,6 +27,17 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2; only one of a node's processes says why."""
+        if is_another_of_node():
+            sys.exit(2)
+        super().error(message)
+
+
+def is_another_of_node() -> bool:
+    """Whether this process is not the first that torchrun has started here, all of them alike."""
+    return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def path(text: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class OtherRankError(RuntimeError):
-    """The rank that writes has failed, and says why."""
+    """Another rank has failed as well, and says why."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

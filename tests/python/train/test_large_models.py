@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import guild
-from guild.cli.main import make_parser
+from guild.cli.main import main, make_parser
 from guild.cli.train_command import plan_run, resume_command
 from guild.train.head import _even_chunk, chunked_cross_entropy
 from guild.train.learner import moe_factory
@@ -145,6 +145,25 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         ["bash", "-c", f"printf '%s\\n' {odd}"], stdout=subprocess.PIPE, check=True
     ).stdout.splitlines()
     assert words[words.index(b"--out") + 1 :] == [b"a '\xff\\", b"--corpus=-c", b"--fsdp"]
+
+
+@pytest.mark.parametrize("words", [("--shared", "12"), ("--nothing",), ("--resume",)])
+def test_a_node_says_once_what_is_wrong(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        try:
+            status = main(["train", "--device", "cpu", "--out", str(tmp_path), *words])
+        except SystemExit as exit_:
+            status = exit_.code
+        assert status == 2
+        said.append(capsys.readouterr().err)
+    assert "guild train: " in said[0] and said[1] == ""
 
 
 @pytest.mark.parametrize("moe", [("fp8",), ("fp8", "guild"), ("guild", "plain")])
