@@ -114,6 +114,11 @@ def is_router_plain(layer: nn.Module) -> bool:
     return isinstance(router, RouterLinear) and router.is_plain()
 
 
+def shaped_like(rows: Tensor, x: Tensor) -> Tensor:
+    """Rows in the shape of x: themselves where that has rows, too, as FSDP2 warns of views."""
+    return rows if x.dim() == 2 else rows.view(x.shape)
+
+
 def layer_tokens(
     x: Tensor, token_mask: Tensor | None, hidden: int, w_up: Tensor
 ) -> tuple[Tensor, Tensor | None]:

@@ -45,6 +45,7 @@ from guild.layer_routing import (
     layer_tokens,
     output_rows,
     router_operands,
+    shaped_like,
 )
 from guild.layer_state import LayerState, expect_not_exporting
 from guild.logits import RouterLinear, expected_selection_bias, has_plain_call
@@ -263,12 +264,11 @@ class MoE(LayerState):
         apart = self.fp8 is not None and not (self.weight_gradients is into is None)
         if self._routes_in_one() and not return_routing and not apart:
             flat, *router = router_operands(flat, self.router, self.experts)
-            bias = self._selection_bias()
             rows, offsets = run_layer(
-                self, weights, flat, *router, bias, token_mask, shared, into, fp8
+                self, weights, flat, *router, self._selection_bias(), token_mask, shared, into, fp8
             )
             self._keep_offsets(offsets)
-            return rows.view(x.shape) if out is None else out
+            return shaped_like(rows, x) if out is None else out
         logits = None
         if return_routing or self._keeps_logits() or not is_router_plain(self):
             logits = self._logits(flat)
@@ -277,7 +277,7 @@ class MoE(LayerState):
             self, weights, flat, ids, scores, token_offsets, shared, into, fp8
         )
         self._keep_offsets(offsets)
-        out = rows.view(x.shape) if out is None else out
+        out = shaped_like(rows, x) if out is None else out
         if not return_routing:
             return out
         if token_offsets is None:

@@ -128,6 +128,7 @@ class WeightGradients:
         with one_thread_writes():
             while self._pending:
                 wanted, check, steps = self._pending[0]
+                _expect_memory(wanted)
                 with still_wanting(wanted):
                     check()
                     _run(steps)
@@ -261,6 +262,19 @@ def _run(steps: list[_Step]) -> None:
     """Run steps in order, keeping those yet to be done: after an error, another call goes on."""
     while steps:
         steps[:1] = steps[0]() or ()
+
+
+def _expect_memory(parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError for a parameter whose memory FSDP2's fully_shard has freed.
+
+    It has reduced gradients by then, so that one written now would reach no optimizer.
+    """
+    for p in parameters:
+        if p.numel() and not p.untyped_storage().nbytes():
+            raise ValueError(
+                "weight_gradients: expected no `delayed` where FSDP2 shards the parameters, got a "
+                f"parameter of shape {tuple(p.shape)} that it has sharded again since backward"
+            )
 
 
 def expect_sink(weight_gradients: object) -> None:

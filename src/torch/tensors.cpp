@@ -39,16 +39,9 @@ int32_t type_code(Tensor const& tensor) {
 }
 
 int32_t type_code(DType dtype) {
-  switch (dtype) {
-    case DType::float32:
-      return aoti_torch_dtype_float32();
-    case DType::bfloat16:
-      return aoti_torch_dtype_bfloat16();
-    case DType::float16:
-      return aoti_torch_dtype_float16();
-    default:
-      return aoti_torch_dtype_float64();
-  }
+  if (dtype == DType::float32) return aoti_torch_dtype_float32();
+  if (dtype == DType::bfloat16) return aoti_torch_dtype_bfloat16();
+  return dtype == DType::float16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_float64();
 }
 
 char const* type_text(DType dtype) {
@@ -228,6 +221,10 @@ void* Place::data(Tensor const& tensor, char const* name, Shape shape) const {
   }
   require(same, name, ": expected shape ", Text{shape.begin(), int64_t(shape.size())}, ", got ",
           shape_text(tensor));
+  int64_t stored = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &stored));
+  require(stored > 0 || tensor.numel() == 0, name,
+          ": expected values in memory, got an empty storage (as of sharded parameters)");
   return tensor.data_ptr();
 }
 

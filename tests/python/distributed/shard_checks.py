@@ -85,6 +85,30 @@ def outputs_changed_in_place(rank: int) -> None:
     assert layer(x).dtype == torch.float32
 
 
+def rows_changed_in_place(rank: int) -> None:
+    """FSDP2 itself allows it for outputs that are no views: those of rows, as nn.Linear's."""
+    torch.manual_seed(0)
+    layer, x = guild.MoE(16, 8, 8, 2), torch.randn(20, 16)
+    (layer(x) + x).square().sum().backward()
+    expected = layer.w_up.grad
+    layer.zero_grad()
+    fully_shard(layer)
+    out = layer(x)
+    out += x
+    out.square().sum().backward()
+    torch.testing.assert_close(layer.w_up.grad.full_tensor(), expected)
+
+
+def delayed_gradients_of_shards(rank: int) -> None:
+    """They would come after FSDP2 has reduced gradients: an error, not gradients that are lost."""
+    sums = guild.WeightGradients(delayed=True)
+    model = nn.Sequential(nn.Linear(16, 16), guild.MoE(16, 8, 8, 2, weight_gradients=sums))
+    fully_shard(model)
+    model(torch.randn(20, 16)).square().sum().backward()
+    with pytest.raises(ValueError, match=r"^weight_gradients: expected no `delayed` where FSDP2"):
+        sums.compute()
+
+
 def groups_on_the_same_ranks(rank: int) -> None:
     """Ranks that call layers of different groups, or go back through them in another order."""
     x = torch.randn(5, 16, dtype=torch.float64)
@@ -110,6 +134,8 @@ CHECKS = (
     norm_of_sharded_parts_of_experts,
     initial_values_of_shards,
     outputs_changed_in_place,
+    rows_changed_in_place,
+    delayed_gradients_of_shards,
     groups_on_the_same_ranks,
     sums_of_sequences_stay,
 )
