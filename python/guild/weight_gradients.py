@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from guild._torch.checks import expect_all_apart, expect_flags
-from guild._torch.expert_lists import Listed
+from guild._torch.expert_lists import Listed, is_freed
 from guild._torch.gradient_targets import (
     distinct,
     expect_targets,
@@ -80,7 +80,8 @@ class WeightGradients:
 
     torch's DistributedDataParallel averages what autograd has for a parameter at the end of
     backward. So with main_grad or delayed a layer's forward raises ValueError in it, unless in
-    no_sync(), where the caller averages the gradients after `compute`.
+    no_sync(), where the caller averages the gradients after `compute`. FSDP2 frees parameters after
+    backward: `compute` then raises ValueError.
 
     As with autograd, a parameter that is frozen in forward, or by the time of backward, gets no
     gradient; a later change of `requires_grad` has no effect on what is pending.
@@ -270,7 +271,7 @@ def _expect_memory(parameters: Sequence[Tensor]) -> None:
     It has reduced gradients by then, so that one written now would reach no optimizer.
     """
     for p in parameters:
-        if p.numel() and not p.untyped_storage().nbytes():
+        if is_freed(p):
             raise ValueError(
                 "weight_gradients: expected no `delayed` where FSDP2 shards the parameters, got a "
                 f"parameter of shape {tuple(p.shape)} that it has sharded again since backward"

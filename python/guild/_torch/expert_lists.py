@@ -167,13 +167,13 @@ def _joined(name: str, tensors: Sequence[Tensor], recorded: bool) -> Placed:
     first = tensors[0]
     is_bias = first.dim() == 1  # a small fraction of a weight
     if is_bias and first.shape[0] > 1 and first.stride(0) != 1:  # of which ops read rows
-        expect_memory(name, tensors)
+        _expect_memory(name, tensors)
         return Placed(stack(tensors))
     view = view_of(tensors)
     if view is not None:
         # The view has the version counter of the first tensor alone; others may have their own.
         return Placed(of_even_list(view, Versions(name, tensors) if recorded else None))
-    expect_memory(name, tensors)
+    _expect_memory(name, tensors)
     if is_bias:
         return Placed(stack(tensors))
     found = None if is_cast(first) else placed(tensors)
@@ -183,11 +183,14 @@ def _joined(name: str, tensors: Sequence[Tensor], recorded: bool) -> Placed:
     return found
 
 
-def expect_memory(name: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError for a tensor with values but an empty storage."""
+def is_freed(tensor: Tensor) -> bool:
+    """Whether its storage is empty, as FSDP leaves it, and not the tensor."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def _expect_memory(name: str, tensors: Sequence[Tensor]) -> None:
     for e, tensor in enumerate(tensors):
-        begin = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
-        if begin == 0 and tensor.numel():
+        if is_freed(tensor):
             raise ValueError(
                 f"{name}[{e}]: expected values in memory, got an empty storage (as of sharded "
                 "parameters)"
