@@ -6,6 +6,7 @@
 //   run(line, step[, room])  starts a step after all that the line has been given
 //   run_beside(line, copy)   the same on a few multiprocessors; returns a mark of where it begins
 //   clear(scores)            clears this rank's returned scores, on the main line
+//   only_beyond(line, args)  makes the offsets of what is computed again
 //   mark(line)               returns a mark of where the line is now
 //   wait(line, mark)         lets whatever the line starts from now on wait for the mark
 //   first(load)              how many experts' rows are pulled, and computed with, before those of
@@ -21,9 +22,16 @@ namespace guild {
 
 enum class Line : int { main, link, side };
 
-// The multiprocessors that a step fills: all, since nothing else runs, or those that other kernels
-// leave free, now and later.
-enum class Room : int { whole, shared };
+// The multiprocessors that a step fills: all, since nothing else runs; those that other kernels
+// leave free, now and later; or those of the latter that a transfer of rows does not take.
+enum class Room : int { whole, shared, most };
+
+// to[e] = from[e] if from[experts] > rows, else 0: no expert has rows then.
+struct OffsetsBeyond {
+  int64_t experts = 0, rows = 0;
+  int32_t const* from = nullptr;  // (experts + 1)
+  int32_t* to = nullptr;          // (experts + 1)
+};
 
 // A weight's or a bias's experts from `first` on.
 inline ConstWeight from_expert(ConstWeight w, int64_t first, int64_t element) {
@@ -72,11 +80,15 @@ inline PeerLoad load_of(PeerMemory const& memory, Sizes const& s, DType dtype) {
 }
 
 // Pulls the rows that `step` needs, then runs it. The link's line already waits for the main one.
+// after_side: whether the step also needs what the side line has been given.
 template <class Lines, class Step>
-void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t first) {
+void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t first,
+                  bool after_side = false) {
   int64_t const experts = step.sizes.experts;
+  auto const ready = after_side ? lines.mark(Line::side) : typename Lines::Mark{};
   if (first == experts) {
     lines.run(Line::main, pull, Room::whole);
+    if (after_side) lines.wait(Line::main, ready);
     return lines.run(Line::main, step, Room::whole);
   }
   lines.run(Line::link, part_of(pull, Part::first, first), Room::whole);
@@ -86,6 +98,7 @@ void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t firs
   lines.wait(Line::side, lines.mark(Line::link));
   lines.wait(Line::main, arrived);
   lines.wait(Line::main, begun);  // else the product could occupy all multiprocessors
+  if (after_side) lines.wait(Line::main, ready);
   lines.run(Line::main, of_experts(step, 0, first), Room::shared);
   lines.run(Line::side, of_experts(step, first, experts - first), Room::shared);
   lines.wait(Line::main, lines.mark(Line::side));
@@ -108,7 +121,9 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, f.tables);
   lines.wait(Line::link, lines.mark(Line::main));
   lines.run(Line::main, *layer.sort);
-  pull_and_run(lines, f.pull, up_projection_of(layer, {w.a}), first);
+  UpProjection up = up_projection_of(layer, {w.a});
+  up.h_rows = f.kept_rows;
+  pull_and_run(lines, f.pull, up, first);
   lines.run(Line::main, down_projection_of(layer, {w.a}, {w.y}), Room::whole);
   Push push = f.push;
   push.y = {w.y};
@@ -118,22 +133,43 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.wait(Line::main, lines.mark(Line::side));  // at least for the sort of own tokens
 }
 
+constexpr bool may_recompute(PeerBackward const& b) {
+  return b.again.h.data != nullptr && b.kept_rows > 0;
+}
+
+// Recomputes H on the side line if forward could not keep it.
+template <class Lines>
+void recompute_beyond(PeerBackward const& b, UpProjection again, Lines& lines) {
+  OffsetsBeyond const beyond{.experts = again.sizes.experts,
+                             .rows = b.kept_rows,
+                             .from = again.routing.offsets,
+                             .to = b.again_offsets};
+  lines.wait(Line::side, lines.mark(Line::main));
+  lines.only_beyond(Line::side, beyond);
+  again.routing.offsets = b.again_offsets;
+  lines.run(Line::side, again, Room::most);
+}
+
 // Pulls the rows of dO, and computes dH, A' and the parts of dS from them.
 template <class Lines>
-void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, int64_t first,
-                       Lines& lines) {
+void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, UpProjection const& again,
+                       int64_t first, Lines& lines) {
   MoeBackward const& layer = b.layer;
-  DownGradient const down = down_gradient_of(layer, {w.dh}, {w.a_scaled}, w);
-  if (b.again.h.data != nullptr) {  // recomputes H while all rows arrive
-    UpProjection again = b.again;
-    again.a = {w.a_scaled};  // not in use yet
+  DownGradient down = down_gradient_of(layer, {w.dh}, {w.a_scaled}, w);
+  if (again.h.data != nullptr && b.kept_rows == 0) {  // recomputes H while all rows arrive
     lines.wait(Line::main, lines.run_beside(Line::link, b.pull));
     lines.run(Line::main, again, Room::shared);
     lines.wait(Line::main, lines.mark(Line::link));
     return lines.run(Line::main, down, Room::whole);
   }
+  if (may_recompute(b)) {
+    down.h_again = {again.h.data, again.h.stride};
+    down.h_rows = b.kept_rows;
+    down.needed = layer.routing.offsets + layer.sizes.experts;
+  }
   // Bias gradients are summed in memory that two concurrent products would share.
-  pull_and_run(lines, b.pull, down, wants_biases(layer) ? layer.sizes.experts : first);
+  int64_t const divided = wants_biases(layer) ? layer.sizes.experts : first;
+  pull_and_run(lines, b.pull, down, divided, may_recompute(b));
 }
 
 template <class Lines>
@@ -146,10 +182,13 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
   int64_t const first = lines.first(load);
   lines.apart(first < layer.sizes.experts);
   lines.run(Line::main, b.publish);
+  UpProjection again = b.again;
+  again.a = {w.a_scaled};  // not in use yet
+  if (may_recompute(b)) recompute_beyond(b, again, lines);
   if (scores) lines.clear(b.own_scores);
   lines.run(Line::main, b.published);
   lines.wait(Line::link, lines.mark(Line::main));
-  run_down_gradient(b, w, first, lines);
+  run_down_gradient(b, w, again, first, lines);
   if (scores) {
     lines.run(Line::main, score_gradient_of(layer, w));
     lines.run(Line::main, b.scores);

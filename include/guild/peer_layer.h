@@ -32,14 +32,20 @@ struct PeerForward {
   Collect collect = {};
   Sort own = {};  // of this rank's tokens by all experts, for its offsets; null: not wanted
   PeerStreams streams = {};
+  int64_t kept_rows = -1;  // that layer.h has memory for, as UpProjection::h_rows
 };
 
 struct PeerBackward {
   Publish publish = {};  // dO
   Meet published = {};
   Pull pull = {};
-  UpProjection again = {};  // recomputes layer.h; null h.data: forward has kept it
-  MoeBackward layer = {};   // as in forward; dx_rows instead of dx, dscores of all ranks' slots
+  // Recomputes the pre-activations. Null h.data: forward has kept them all. With kept_rows 0 it
+  // writes to layer.h. Otherwise layer.h has what forward kept, and if the experts had more rows
+  // than that, all are recomputed into again.h; how many they had is known on the device alone.
+  UpProjection again = {};
+  int64_t kept_rows = 0;             // as in forward; not read where all were kept
+  int32_t* again_offsets = nullptr;  // (experts + 1) of work memory, where kept_rows > 0
+  MoeBackward layer = {};  // as in forward; dx_rows instead of dx, dscores of all ranks' slots
   Push push = {};           // dx_rows, where these are wanted
   PushScores scores = {};   // dscores, where these are wanted
   Meet returned = {};       // where either is wanted

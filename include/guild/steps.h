@@ -40,6 +40,9 @@ struct UpProjection {
   Rows h = {};                               // (R, W) out; null data: not kept (inference)
   Rows a = {};                               // (R, I) out
   LowRankTerm<ConstUpWeight> low_rank = {};  // of H; b: (E, I, rank) twice
+  // Where h has memory for fewer than R rows: how many. If the experts have more, what is in h
+  // counts for nothing. -1: R.
+  int64_t h_rows = -1;
 };
 
 // Y = A W2^T + b2
@@ -104,6 +107,10 @@ struct DownGradient {
   bool accumulate = false;              // add to db_up and db_down instead of writing them
   void* workspace = nullptr;  // down_gradient_workspace_bytes(); null where no db is wanted
   LowRankTerm<ConstWeight> low_rank = {};  // of g; b: (E, I, rank). Not together with db_down
+  // Where h has memory for h_rows rows only, and *needed are more, h_again is read in its place.
+  ConstRows h_again = {};           // (R, W); null data: h has R rows
+  int64_t h_rows = -1;              // as in UpProjection
+  int32_t const* needed = nullptr;  // (1), for all experts: offsets + E
 };
 
 // dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>, r = slot_row[t, k];

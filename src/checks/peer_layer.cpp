@@ -28,8 +28,11 @@ void check_link(void const* read, void const* written, char const* name, char co
   require(read == written, name, ": expected the memory of ", of);
 }
 
-// The up projection that computes the layer's pre-activations again, in the layer's memory.
-void check_again(UpProjection again, MoeBackward const& layer) {
+// The up projection that computes the layer's pre-activations again, in the layer's memory or, where
+// forward may have kept them there, in other memory.
+void check_again(PeerBackward const& x) {
+  MoeBackward const& layer = x.layer;
+  UpProjection again = x.again;
   again.a = {layer.workspace};  // compose_peer.h gives it memory there
   check(again);
   Sizes const &a = again.sizes, &s = layer.sizes;
@@ -39,11 +42,19 @@ void check_again(UpProjection again, MoeBackward const& layer) {
              "intermediate of the layer");
   check_same(a.experts, s.experts, "again.sizes.experts", "experts of the layer");
   check_same(a.rows(), s.rows(), "again.sizes", "rows of the layer");
+  require(again.h_rows < 0, "again.h_rows: expected -1, got ", again.h_rows);
   require(again.dtype == layer.dtype, "again.dtype: expected ", name_of(layer.dtype),
           " like the layer, got ", name_of(again.dtype));
   require(again.activation.gated == layer.activation.gated && again.order == layer.order,
           "again.activation: expected a gate, and the order of its half, like the layer's");
-  check_link(again.h.data, layer.h.data, "again.h", "layer.h");
+  check_size(x.kept_rows, 0, s.rows(), "kept_rows");
+  check_pointer(x.again_offsets, x.kept_rows > 0, "again_offsets");
+  if (x.kept_rows == 0) {
+    check_link(again.h.data, layer.h.data, "again.h", "layer.h");
+  } else {
+    require(again.h.data != layer.h.data,
+            "again.h: expected other memory than layer.h's, which has what was kept");
+  }
   check_link(again.routing.offsets, layer.routing.offsets, "again.routing.offsets",
              "layer.routing.offsets");
   check_link(again.routing.row_token, layer.routing.row_token, "again.routing.row_token",
@@ -131,6 +142,7 @@ void check(PeerForward const& x) {
   MoeForward layer = x.layer;
   layer.o = {x.pull.rows}, layer.residual = {}, layer.residual_scale = nullptr;  // not used
   check(layer);
+  check_size(x.kept_rows, -1, layer.sizes.rows(), "kept_rows");
   check_pointer(layer.sort, true, "layer.sort");
   check_pulled(x.pull, layer.sizes, layer.dtype, layer.x, "layer.x");
   check_published(x.publish, x.pull);
@@ -161,7 +173,7 @@ void check(PeerBackward const& x) {
           "layer.dh: expected null because the weight gradients are computed from it here");
   check_pulled(x.pull, s, layer.dtype, layer.dout, "layer.dout");
   check_published(x.publish, x.pull);
-  if (x.again.h.data != nullptr) check_again(x.again, layer);
+  if (x.again.h.data != nullptr) check_again(x);
   if (rows) {
     check_memory(x.publish.memory, x.push, x.collect);
     check_pushed(x.push, s, layer.dtype, layer.routing, x.push.y);

@@ -45,6 +45,7 @@ void check(UpProjection const& x) {
   check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
   check_optional_rows(x.bias, s.experts, width(s, gated), "bias");
   check_optional_rows(x.h, s.rows(), width(s, gated), "h");
+  check_size(x.h_rows, -1, s.rows(), "h_rows");
   check_rows(x.a, s.rows(), s.intermediate, "a");
   check_term(x.low_rank.t, s, x.low_rank.rank);
   if (x.low_rank.rank == 0) return;
@@ -98,6 +99,11 @@ void check(DownGradient const& x) {
   check_low_rank(x.low_rank, s, s.intermediate);
   require(x.low_rank.rank == 0 || x.db_down.data == nullptr,
           "db_down: expected null with a low-rank term, got a pointer");
+  check_optional_rows(x.h_again, s.rows(), width(s, gated), "h_again");
+  if (x.h_again.data != nullptr) {
+    check_size(x.h_rows, 0, s.rows(), "h_rows");
+    check_pointer(x.needed, true, "needed");
+  }
   if (!wants_biases(x)) return;
   check_gradient_dtype(x.db_dtype, x.dtype, "db_dtype");
   check_optional_rows(x.db_up, s.experts, width(s, gated), "db_up");

@@ -28,7 +28,8 @@ void finish_row(DownGradient const& x, int64_t row, Span cols, Compute<T> const*
   auto const at = [&](auto* data, int half) {
     return data + halves[half].first + cols.first * halves[half].stride;
   };
-  T const* const h = rows_of<T>(x.h, width).row(row);
+  bool const again = x.h_again.data != nullptr && *x.needed > x.h_rows;
+  T const* const h = rows_of<T>(again ? x.h_again : x.h, width).row(row);
   load(at(h, 0), halves[0].stride, gate, cols.count);
   if (gated) load(at(h, 1), halves[1].stride, up, cols.count);
 

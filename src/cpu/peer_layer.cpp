@@ -25,6 +25,10 @@ struct Lines {
   void run(Line, MoeWeightGradients const& x, Room) { moe_weight_gradients(x); }
   void run(Line, ReturnedScores const& x) { collect_scores(x); }
   void clear(ReturnedScores const& x) { clear_scores(x); }
+  void only_beyond(Line, OffsetsBeyond const& x) {
+    bool const beyond = x.from[x.experts] > x.rows;
+    for (int64_t e = 0; e <= x.experts; ++e) x.to[e] = beyond ? x.from[e] : 0;
+  }
 
   struct Mark {};
   Mark mark(Line) { return {}; }

@@ -49,11 +49,12 @@ void up_block(UpProjection const& x, Block const& block, Span cols) {
             : nullptr;
 
   F* const a = scratch.take<F>(cols.count);
+  int64_t const h_rows = x.h_rows < 0 ? s.rows() : x.h_rows;
   auto const h_out = rows_of<T>(x.h, s.intermediate * (gated ? 2 : 1));
   auto const a_out = rows_of<T>(x.a, s.intermediate);
   for (int64_t i = 0; i < block.rows.count; ++i) {
     int64_t const row = block.rows.first + i, at = i * cols.count;
-    if (h_out.data != nullptr) {
+    if (h_out.data != nullptr && row < h_rows) {
       for (int half = 0; half < (gated ? 2 : 1); ++half) {
         Half const to = halves[half];
         store((half == 0 ? gate : up) + at, h_out.row(row) + to.first + cols.first * to.stride,

@@ -16,6 +16,7 @@ void require_runnable(DownGradient const& x) {
     require_addressable(x.dout, x.sizes.tokens, x.sizes.hidden, "dout");
   }
   require_aligned(x.h, "h");
+  require_aligned(x.h_again, "h_again");
   require_aligned(x.dh, "dh");
   require_aligned(x.a_scaled, "a_scaled");
   require_low_rank(x.low_rank, transposed(x.w_down));
@@ -42,6 +43,9 @@ void down_gradient(DownGradient const& x, Queue queue) {
                          .pairing = pairing_of(x.activation.gated, x.order),
                          .activation = x.activation,
                          .h = x.h,
+                         .h_again = x.h_again,
+                         .h_rows = x.h_again.data == nullptr ? s.rows() : x.h_rows,
+                         .needed = x.needed,
                          .dh = x.dh,
                          .scaled = x.a_scaled,
                          .score_parts = static_cast<float*>(x.score_parts),

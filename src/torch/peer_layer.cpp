@@ -1,6 +1,8 @@
 // A layer over ranks that reach each other's memory: guild/peer_layer.h on tensors.
 #include "guild/peer_layer.h"
 
+#include <algorithm>
+
 #include "torch/backward.h"
 #include "torch/exchange.h"
 #include "torch/ops.h"
@@ -110,15 +112,15 @@ void set_barriers(Pass& pass, PeerMemory const& memory, double seconds, Numbers 
   pass.returned = meet_of(memory, seconds, facts_returned, report);
 }
 
-// o (T, H); what backward needs: rows (ranks * Tm, H), h (R, W) or (0, W), offsets, row_token,
-// slot_row (ranks * Tm, K), row_score, token_row (T, ranks), by_slot (ranks * Tm, K) and counts
+// o (T, H); what backward needs: rows (ranks * Tm, H), h (kept, W), offsets, row_token, slot_row (ranks * Tm, K), row_score, token_row (T, ranks), by_slot (ranks * Tm, K) and counts
 // (ranks) of Tables; offsets (E of all ranks + 1) of this rank's tokens
 using PeerForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                                       Tensor, Tensor, Tensor, Tensor>;
 
 // facts of both barriers, as peer_meet takes them; streams: link and side of PeerStreams, or none.
 // ids (T, K) int32 among all ranks' `experts`; weights are this rank's. room: of rows, R at most;
-// if more come, every rank's report says so and all results are NaN. -1: ranks * Tm * K.
+// if more come, every rank's report says so and all results are NaN. -1: ranks * Tm * K. kept: rows
+// of h, R at most; if the experts have more, backward computes all of h again.
 PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seconds, Numbers facts,
                                 Numbers facts_returned, Tensor& report, Numbers streams,
                                 Tensor const& x, Tensor const& ids, Tensor const& scores,
@@ -127,7 +129,7 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
                                 MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind,
                                 bool gated, double alpha, double limit, double up_offset,
                                 bool clamp_after, bool interleaved, bool transposed, int64_t room,
-                                bool keep) {
+                                int64_t kept) {
   Place const place(x, "x");
   PeerMemory const m = memory_of(place, peers, memory);
   Published const published = publish_of(place, m, x, ids, scores, experts);
@@ -142,7 +144,9 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
   Tensor by_slot = place.empty_int32({s.tokens, top_k}), counts = place.empty_int32({m.ranks});
   Tensor const received = place.empty({s.tokens, top_k}, score);
   Tensor rows = place.empty({s.tokens, s.hidden}, dtype);
-  Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, dtype);
+  require(kept >= 0, "kept: expected at least 0, got ", kept);
+  kept = std::min(kept, s.rows());
+  Tensor h = place.empty({kept, layer.width()}, dtype);
   Tensor o = place.empty({tokens, s.hidden}, dtype);
   Sorting sort = sorting(place, by_slot, received, s.experts, score, std::nullopt, room);
   Sorting own = sorting(place, ids, scores, experts, score, std::nullopt);
@@ -162,6 +166,7 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
   f.layer = forward_args(place, layer, routing, rows, {w_up, w_gate, w_down}, b_up, b_down,
                          workspace.data_ptr());
   f.layer.h = {h.data_ptr(), 0};
+  f.kept_rows = kept;
   f.layer.sort = &sort.args;
   f.push = push_of(m, s, dtype, sort.args.slot_row, f.tables.tokens);
   f.push.scores = received.data_ptr();
@@ -198,9 +203,10 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
       backward_routing(place, layer, slots, offsets, row_token, slot_row, row_score);
   place.rows(dout, "dout", dtype, {tokens, s.hidden});
   Weights const w{w_up, w_gate, w_down};
-  bool const again = height_of(h, "h") == 0, wants_rows = wanted & kRows,
-             wants_scores = wanted & kScores;
+  int64_t const kept = height_of(h, "h");
+  bool const again = kept < s.rows(), wants_rows = wanted & kRows, wants_scores = wanted & kScores;
   Tensor const made = again ? place.empty({s.rows(), layer.width()}, dtype) : h;
+  Tensor const again_offsets = place.empty_int32({again && kept > 0 ? s.experts + 1 : 0});
   Tensor const pulled = place.empty({s.tokens, s.hidden}, dtype);
   auto [g, args] = backward_call(place, layer, routing, slots, pulled, rows, made, w, b_down,
                                  wanted & ~int64_t(kX));
@@ -219,6 +225,9 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   place.indices(by_slot, "by_slot", {s.tokens, top_k});
   b.pull = pull_of(m, by_slot, pulled, dtype);
   if (again) {
+    b.kept_rows = kept;
+    b.again_offsets = static_cast<int32_t*>(again_offsets.data_ptr());
+    if (kept > 0) b.layer.h = place.rows(h, "h", dtype, {kept, layer.width()});
     b.again = again_of(layer, routing,
                        forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr), made);
   }
@@ -243,7 +252,7 @@ void define_peer_layer(Library& m) {
       "Tensor(a!) report, int[] streams, Tensor x, Tensor ids, Tensor scores, int experts, Tensor? "
       "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
       "b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, int room, bool keep) -> (Tensor o, Tensor rows, Tensor "
+      ", bool interleaved, bool transposed, int room, int kept) -> (Tensor o, Tensor rows, Tensor "
       "h, Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor token_row, "
       "Tensor by_slot, Tensor counts, Tensor own_offsets)");
   m.def(

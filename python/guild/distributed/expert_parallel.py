@@ -91,8 +91,8 @@ class ExpertParallel:
         Peer engine: a rank has room for this many times the rows that it would have if all ranks
         had max_tokens tokens and every rank's experts equally many rows. Where more come, the
         result is NaN on all ranks and the next call raises. Default: room for any routing, which
-        is `size` times as many; with more than two ranks backward then computes the
-        pre-activations again, as with `recompute`.
+        is `size` times as many. With more than two ranks, pre-activations are then kept only where
+        no more than 1.5 times as many come, else backward computes them again, as with `recompute`.
 
     Attributes
     ----------
@@ -328,7 +328,7 @@ class ExpertParallel:
         peers = None if lists else self._peers_on(call.x.device)
         plain = weight_gradients is None and call.low is None and call.experts_at is None
         if plain and peers is not None and not self.exact:
-            keep = bool(facts["gradients"]) and not recompute and peers.keeps_all_rows
+            keep = bool(facts["gradients"]) and not recompute
             return PeerExperts.apply(
                 peers, facts, call.ids, slots[-1], keep, call.x, call.scores, residual, *call.layer
             )

@@ -47,7 +47,7 @@ class PeerExperts(torch.autograd.Function):
         residual: Tensor | None,
         *layer: Any,
     ) -> tuple[Tensor, Tensor]:
-        """facts: what must be the same on every rank; keep: the pre-activations."""
+        """facts: what must be the same on every rank; keep: pre-activations, if there is room."""
         memory = peers.begin_forward(x, ids.shape[1], facts)
         ids = int32_ids(ids, experts)
         call = peers.ranks.calls
@@ -61,7 +61,7 @@ class PeerExperts(torch.autograd.Function):
                 *tokens,
                 *layer,
                 peers.room(ids.shape[1]),
-                keep,
+                peers.kept_rows(ids.shape[1]) if keep else 0,
             )
         peers.after_call()
         ctx.peers, ctx.memory, ctx.call = peers, memory, call

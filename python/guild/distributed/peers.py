@@ -23,6 +23,10 @@ _STEPS = ("forward", "forward's results", "backward", "backward's results", "wai
 FORWARD, FORWARD_RESULTS, BACKWARD, BACKWARD_RESULTS, WAIT = range(len(_STEPS))
 _BEYOND = "tokens beyond max_tokens"
 
+# Pre-activations are kept for so many times the rows of balanced routing. Room for any routing is
+# as many times as there are ranks: too much to keep for more than two.
+_KEPT = 1.5
+
 
 class Peers:
     """Calls of a group on one host: its barriers, the memory for its rows, and what went wrong.
@@ -64,18 +68,22 @@ class Peers:
 
     @property
     def keeps_all_rows(self) -> bool:
-        """Whether backward may keep the pre-activations of all rows that there is room for.
-
-        Room for any routing is `size` times what is used: too much to keep for more than two ranks.
-        """
+        """Whether the pre-activations of all rows that there is room for may be kept."""
         return self.capacity is not None or self.ranks.size <= 2
 
     def room(self, top_k: int) -> int:
         """How many rows this rank has room for in a call; -1: as many as any routing takes."""
-        if self.capacity is None:
-            return -1
+        return -1 if self.capacity is None else self._times_even(self.capacity, top_k)
+
+    def kept_rows(self, top_k: int) -> int:
+        """For how many rows a call may keep the pre-activations."""
+        whole = self.ranks.size if self.capacity is None else self.capacity
+        return self._times_even(whole if self.keeps_all_rows else _KEPT, top_k)
+
+    def _times_even(self, times: float, top_k: int) -> int:
+        """Of a rank's even share of rows; at most those of any routing."""
         even = self.max_tokens * top_k
-        return min(math.ceil(self.capacity * even), self.ranks.size * even)
+        return min(math.ceil(times * even), self.ranks.size * even)
 
     def begin_forward(self, x: Tensor, top_k: int, facts: dict[str, int]) -> PeerMemory:
         """The memory for rows of x. Keeps `facts`, which the barrier compares.

@@ -1,8 +1,12 @@
-// Transfers of rows that overlap with products.
+// Transfers of rows that overlap with products, and offsets of a product that may have nothing to do.
 #pragma once
 #include <cuda_runtime_api.h>
 
 #include "guild/exchange.h"
+
+namespace guild {
+struct OffsetsBeyond;
+}
 
 namespace guild::cuda {
 
@@ -14,5 +18,7 @@ void push(Push const& x, Queue const& queue, cudaEvent_t begun);
 
 // push() by token, with arguments that have been checked.
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun);
+
+void only_beyond(OffsetsBeyond const& x, Queue const& queue);
 
 }  // namespace guild::cuda

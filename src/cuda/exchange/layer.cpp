@@ -73,6 +73,7 @@ class Lines {
   }
   void run(Line line, ReturnedScores const& x) { collect_scores(x, of(line)); }
   void clear(ReturnedScores const& x) { clear_scores(x, main_); }
+  void only_beyond(Line line, OffsetsBeyond const& x) { guild::cuda::only_beyond(x, of(line)); }
 
   struct Mark {
     cudaEvent_t event = nullptr;
@@ -111,6 +112,10 @@ class Lines {
     Queue queue = line == Line::main ? main_ : line == Line::link ? link_ : side_;
     if (room == Room::whole) return queue;
     queue.shared = true;
+    if (room == Room::most) {
+      int const all = multiprocessors(main_);
+      queue.sms = std::max(all - kPullMultiprocessors, (all + 1) / 2);
+    }
     return queue;
   }
 
@@ -153,6 +158,7 @@ class Requirements {
     return {};
   }
   void clear(ReturnedScores const& x) { require_runnable(x); }
+  void only_beyond(Line, OffsetsBeyond const&) {}
   Mark mark(Line) { return {}; }
   void wait(Line, Mark) {}
   int64_t first(PeerLoad const& load) const { return load.experts; }

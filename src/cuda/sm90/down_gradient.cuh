@@ -21,7 +21,10 @@ namespace guild::cuda {
 
 template <class T, StaticActivation known>
 struct DownGradientEpilogue {
-  CUtensorMap h;       // (columns, halves, rows), boxes of 64 x 1 x 64
+  CUtensorMap h;          // (columns, halves, h_rows), boxes of 64 x 1 x 64
+  CUtensorMap h_again;    // the same of all rows, read where *needed > h_rows
+  int32_t const* needed;  // null: never
+  int h_rows;
   RowOutput<T> dh;     // columns = I in two halves, 2I interleaved, or I
   RowOutput<T> a;      // A', columns = I; absent where not wanted
   float const* score;  // (R); null: 1
@@ -56,11 +59,12 @@ struct DownGradientEpilogue {
   // gate, one box.
   __device__ void load(Tile const& tile, int unit, char* to, Barrier& full) const {
     full.arrive_expect(boxes() * (tile.rows > 64 ? kBoxBytes : tile.rows > 0 ? kBlockBytes : 0));
+    CUtensorMap const& from = needed != nullptr && *needed > h_rows ? h_again : h;
 #pragma unroll 1
     for (int row = 0; row < tile.rows; row += 64, to += kBlockBytes) {
       for (int i = 0; i < boxes(); ++i) {
         Coordinate const at = place(tile, unit, i);
-        tma_load(h, to + i * kBoxBytes, {at.x, at.y, at.z + row}, full);
+        tma_load(from, to + i * kBoxBytes, {at.x, at.y, at.z + row}, full);
       }
     }
   }

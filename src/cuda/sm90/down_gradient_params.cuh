@@ -18,7 +18,12 @@ typename Kernel::Params down_gradient_params(DownGradientProduct const& x) {
   params.load.b =
       weight_loader<T, c, major>(x.w, x.w, x.groups.groups, x.n, x.k, false, INT32_MAX, "w_down");
   auto& out = params.epilogue;
-  out.h = row_map<T>(x.h, x.rows, width, halves, 64, "h");
+  out.h = row_map<T>(x.h, x.h_rows, width, halves, 64, "h");
+  if (x.h_again.data != nullptr) {
+    out.h_again = row_map<T>(x.h_again, x.rows, width, halves, 64, "h_again");
+    out.needed = x.needed;
+    out.h_rows = int(x.h_rows);
+  }
   out.dh = row_output<T>(x.dh, x.rows, width, halves, "dh");
   out.a = row_output<T>(x.scaled, x.rows, x.n, 1, "a_scaled");
   out.score = x.score;

@@ -17,6 +17,7 @@ from guild.distributed.peers import peers_of
 from layers import ACTIVATIONS, Case, Layer, make_layer, moved
 
 SMALL = Case("small", 40, 64, 48, 4, 2, "sentinel", frozenset())
+ALL = 40 * 2  # its slots
 NAMES = "x", "w_up", "w_down", "b_up", "b_down", "residual", "dout"
 
 
@@ -44,13 +45,16 @@ class Alone:
         streams = [s.cuda_stream for s in self.streams]
         return self.peers, self.numbers, 20.0, [1, 2], [3], self.report, streams
 
-    def forward(self, room: int = -1, **changed: Tensor) -> tuple[Tensor, ...]:
-        """The output and what backward needs. room: of rows; -1: as many as slots."""
+    def forward(self, room: int = -1, kept: int = ALL, **changed: Tensor) -> tuple[Tensor, ...]:
+        """The output and what backward needs.
+
+        room: of rows; -1: as many as slots. kept: rows of pre-activations.
+        """
         t = self.given | changed
         ids = self.layer.ids.int()
         routing = ids, self.layer.scores, SMALL.experts, t["residual"]
         weights = t["w_up"], None, t["w_down"], t["b_up"], t["b_down"]
-        how = *self.flags, room, True
+        how = *self.flags, room, kept
         return ops.peer_forward(*self.barriers(), t["x"], *routing, *weights, *how)
 
     def backward(self, kept: tuple[Tensor, ...], **changed: Tensor) -> list[Tensor]:
@@ -65,6 +69,13 @@ class Alone:
         """The output and all gradients."""
         out, *kept, _ = self.forward(room, **changed)
         return [out, *self.backward(kept, **changed)]
+
+    def rows(self) -> int:
+        """How many the experts have: fewer than there are slots."""
+        ids = self.layer.ids
+        used = int(((ids >= 0) & (ids < SMALL.experts)).sum())
+        assert used < ids.numel()
+        return used
 
 
 def by_one_process(layer: Layer, given: dict[str, Tensor]) -> list[Tensor]:
@@ -97,8 +108,7 @@ def test_room(device: str) -> None:
     """Room for the rows in use, and no more, changes no bit; less is a failure that says so."""
     rank = Alone(device)
     used = (rank.layer.ids >= 0) & (rank.layer.ids < SMALL.experts)
-    rows = int(used.sum())
-    assert rows < used.numel()
+    rows = rank.rows()
     wanted = rank.results()
     for room in (rows, rows + 1, 10 * rows):
         expect_equal(rank.results(room), wanted)
@@ -111,6 +121,26 @@ def test_room(device: str) -> None:
     overflow = 3  # guild::PeerFailure
     assert rank.report.tolist() == [overflow, 0, 0, 0, rows]
     assert out[used.any(1)].isnan().all()
+
+
+def test_kept_pre_activations(device: str) -> None:
+    """However many there is memory for: read if all are there, else computed again."""
+    rank = Alone(device)
+    wanted, rows = rank.results(), rank.rows()
+    for count in (0, 1, rows - 1, rows, rows + 1, ALL):
+        out, *kept, _ = rank.forward(kept=count)
+        h = kept[1]
+        assert h.shape[0] == min(count, rank.layer.ids.numel())
+        expect_equal([out, *rank.backward(kept)], wanted)
+        h.fill_(float("nan"))
+        dx = rank.backward(kept)[0]
+        assert bool(dx.isnan().any()) == (count >= rows)
+
+
+def test_kept_is_a_count(device: str) -> None:
+    """A negative one is an error."""
+    with pytest.raises(RuntimeError, match="kept: expected at least 0, got -1"):
+        Alone(device).forward(kept=-1)
 
 
 @pytest.mark.parametrize("name", ["x", "dout"])

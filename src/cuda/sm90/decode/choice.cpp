@@ -55,7 +55,8 @@ bool serves_tall(RowProduct const& x) {
 }
 
 bool serves_few_tokens(UpProduct const& x) {
-  return x.groups.groups <= kMostRouted && are_few(x.rows, x.groups.groups, x.n, x.k);
+  bool const able = x.h.data == nullptr || x.h_rows >= x.rows;
+  return able && x.groups.groups <= kMostRouted && are_few(x.rows, x.groups.groups, x.n, x.k);
 }
 
 bool serves_few_tokens(RowProduct const& x) {
