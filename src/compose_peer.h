@@ -11,6 +11,8 @@
 //   wait(line, mark)         lets whatever the line starts from now on wait for the mark
 //   first(load)              how many experts' rows are pulled, and computed with, before those of
 //                            the others, which travel meanwhile; all experts: nothing is divided
+//   last(sums)               how many experts are computed with while the sums of tokens that have
+//                            none of them are pushed; 0: nothing is
 //   apart(bool)              whether lines are streams of their own, or all are the main one
 #pragma once
 #include "compose.h"
@@ -58,6 +60,14 @@ inline UpProjection of_experts(UpProjection x, int64_t first, int64_t count) {
   x.bias = from_expert(x.bias, first, width, element);
   return x;
 }
+inline DownProjection of_experts(DownProjection x, int64_t first, int64_t count) {
+  int64_t const element = element_bytes(x.dtype);
+  x.sizes.experts = count;
+  x.routing.offsets += first;
+  x.w_down = from_expert(x.w_down, first, element);
+  x.bias = from_expert(x.bias, first, x.sizes.hidden, element);
+  return x;
+}
 inline DownGradient of_experts(DownGradient x, int64_t first, int64_t count) {
   x.sizes.experts = count;
   x.routing.offsets += first;
@@ -68,6 +78,10 @@ inline DownGradient of_experts(DownGradient x, int64_t first, int64_t count) {
 inline Pull part_of(Pull x, Part part, int64_t first) {
   x.part = part;
   x.first_experts = first;
+  return x;
+}
+inline Push part_of(Push x, Part part) {
+  x.part = part;
   return x;
 }
 inline PeerLoad load_of(PeerMemory const& memory, Sizes const& s, DType dtype) {
@@ -110,8 +124,8 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   ForwardWorkspace const w = workspace_of(layer);
   PeerLoad load = load_of(f.push.memory, layer.sizes, layer.dtype);
   load.columns = layer.sizes.intermediate * (layer.activation.gated ? 2 : 1);
-  int64_t const first = lines.first(load);
-  lines.apart(first < layer.sizes.experts);
+  int64_t const first = lines.first(load), last = lines.last({load, layer.sizes.intermediate});
+  lines.apart(first < layer.sizes.experts || last > 0);
   lines.run(Line::main, f.publish);
   if (f.own.offsets != nullptr) {
     lines.wait(Line::side, lines.mark(Line::main));
@@ -123,11 +137,25 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, *layer.sort);
   UpProjection up = up_projection_of(layer, {w.a});
   up.h_rows = f.kept_rows;
-  pull_and_run(lines, f.pull, up, first);
-  lines.run(Line::main, down_projection_of(layer, {w.a}, {w.y}), Room::whole);
+  DownProjection const down = down_projection_of(layer, {w.a}, {w.y});
   Push push = f.push;
   push.y = {w.y};
-  lines.run(Line::main, push, Room::whole);
+  if (last == 0) {
+    pull_and_run(lines, f.pull, up, first);
+    lines.run(Line::main, down, Room::whole);
+    lines.run(Line::main, push, Room::whole);
+  } else {
+    int64_t const others = layer.sizes.experts - last;
+    pull_and_run(lines, f.pull, of_experts(up, 0, others), std::min(first, others));
+    lines.run(Line::main, of_experts(down, 0, others), Room::whole);
+    lines.wait(Line::link, lines.mark(Line::main));
+    push.rest_from = layer.routing.offsets + others;
+    lines.wait(Line::main, lines.run_beside(Line::link, part_of(push, Part::first)));
+    lines.run(Line::main, of_experts(up, others, last), Room::shared);
+    lines.run(Line::main, of_experts(down, others, last), Room::shared);
+    lines.run(Line::main, part_of(push, Part::rest), Room::whole);
+    lines.wait(Line::main, lines.mark(Line::link));
+  }
   lines.run(Line::main, f.returned);
   lines.run(Line::main, f.collect);
   lines.wait(Line::main, lines.mark(Line::side));  // at least for the sort of own tokens

@@ -114,6 +114,9 @@ struct Pull {
 //   by token   sum over k of score[p, k] * y[row_of[p, k]], fp32, to row (this rank) T_r + t of r
 //   by slot    y[row_of[p, k]] to row t K + k of r
 // with p = r Tm + t. A token without a row here has no result.
+//
+// By token it can be in two calls, where the last experts' rows are computed last: the first pushes
+// the sums of the tokens whose rows all lie before *rest_from, the second those of the others.
 struct Push {
   PeerMemory memory = {};
   DType dtype = DType::float32;
@@ -124,6 +127,8 @@ struct Push {
   void const* scores = nullptr;            // as row_of; null: 1; not read by slot
   int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
   int32_t const* tokens = nullptr;         // (ranks) of Tables; not read by slot
+  Part part = Part::whole;
+  int32_t const* rest_from = nullptr;  // (1); not read with Part::whole
 };
 
 // After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in

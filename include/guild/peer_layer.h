@@ -46,9 +46,9 @@ struct PeerBackward {
   int64_t kept_rows = 0;             // as in forward; not read where all were kept
   int32_t* again_offsets = nullptr;  // (experts + 1) of work memory, where kept_rows > 0
   MoeBackward layer = {};  // as in forward; dx_rows instead of dx, dscores of all ranks' slots
-  Push push = {};           // dx_rows, where these are wanted
-  PushScores scores = {};   // dscores, where these are wanted
-  Meet returned = {};       // where either is wanted
+  Push push = {};          // dx_rows, where these are wanted
+  PushScores scores = {};  // dscores, where these are wanted
+  Meet returned = {};      // where either is wanted
   Collect collect = {};
   ReturnedScores own_scores = {};
   PeerStreams streams = {};

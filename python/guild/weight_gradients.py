@@ -87,7 +87,8 @@ class WeightGradients:
     gradient; a later change of `requires_grad` has no effect on what is pending.
 
     Every backward through the layer writes them, even that of torch.autograd.grad(out, x), which
-    otherwise leaves parameters alone. Copies and pickles of a layer have nothing pending.
+    otherwise leaves parameters alone. A copy or pickle of a layer has a `weight_gradients` of its
+    own, with nothing pending, so with delayed=True call `compute` of that one for the copy.
 
     Raises
     ------

@@ -28,8 +28,8 @@ void check_link(void const* read, void const* written, char const* name, char co
   require(read == written, name, ": expected the memory of ", of);
 }
 
-// The up projection that computes the layer's pre-activations again, in the layer's memory or, where
-// forward may have kept them there, in other memory.
+// The up projection that computes the layer's pre-activations again: in the layer's memory or,
+// where forward may have kept them there, in other memory.
 void check_again(PeerBackward const& x) {
   MoeBackward const& layer = x.layer;
   UpProjection again = x.again;

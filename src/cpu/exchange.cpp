@@ -127,6 +127,14 @@ bool failed(PeerLayout const& layout, PeerMemory const& m) {
   return Word(PeerView(layout, m, m.rank).control()->failure).load() != 0;
 }
 
+// Whether this part of a push sends the sum of these slots' rows.
+bool is_of_part(Push const& x, SlotSpan const& slots) {
+  if (x.part == Part::whole) return true;
+  bool const rest = std::any_of(x.row_of + slots.begin, x.row_of + slots.end,
+                                [&](int32_t row) { return row >= *x.rest_from; });
+  return rest == (x.part == Part::rest);
+}
+
 template <class T>
 void push_token(Push const& x, PeerLayout const& layout, int64_t p) {
   using F = Compute<T>;
@@ -144,6 +152,7 @@ void push_token(Push const& x, PeerLayout const& layout, int64_t p) {
     }
     return;
   }
+  if (!is_of_part(x, slots)) return;
   Scratch scratch;
   F* const sum = scratch.take<F>(x.hidden);
   F* const row = scratch.take<F>(x.hidden);

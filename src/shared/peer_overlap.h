@@ -1,4 +1,6 @@
-// How many experts a layer over ranks begins with while rows for the others are still in transit.
+// How a layer over ranks divides its products, so that rows travel meanwhile: how many experts it
+// begins with while rows for the others are still in transit, and how many it ends with while the
+// sums of tokens that have none of these are sent back.
 //
 // A share of about 1 - (1 - e / E)^K of all tokens has one of a rank's first e experts, where E is
 // the number of all ranks' experts. The rows of these tokens travel while nothing else runs. The
@@ -43,6 +45,50 @@ inline int64_t first_experts(PeerLoad const& load) {
   double least = load.travel() - kCost;
   for (int64_t first = 1; first < load.experts; ++first) {
     if (double const time = load.exposed(first); time < least) least = time, best = first;
+  }
+  return best;
+}
+
+// The sums that can be sent while both products of the last experts run: those of tokens that have
+// none of these. A token with none of the last n experts has K of the other E - n.
+struct EarlySums {
+  static constexpr int kMultiprocessors = 40, kAll = 132;  // that push beside products; of a GPU
+  static constexpr double kBytes = 25e3;  // that one of them reads and writes in a microsecond
+  static constexpr double kLeast = 60;    // microseconds; less is not seen: docs/measured/ranks.md
+  PeerLoad load;                          // of the up projection
+  int64_t intermediate = 0;
+
+  double without(int64_t last) const { return 1 - load.share(last); }
+  // The share of all sums.
+  double early(int64_t last) const {
+    return (without(last) - without(load.experts)) / load.share(load.experts);
+  }
+  double products(int64_t last) const {
+    PeerLoad down = load;
+    down.inner = intermediate, down.columns = load.inner;
+    return load.product(last) + down.product(last);
+  }
+  double push(int64_t last) const {
+    double const all = double(load.experts * load.ranks), tokens = double(load.ranks * load.tokens);
+    double const rows = double(load.top_k) * double(load.experts - last) / (all - double(last));
+    double const moved = tokens * (without(last) * (1 + rows) - without(load.experts));
+    double const copied = moved * double(load.row_bytes) / (kMultiprocessors * kBytes);
+    return std::max(copied, load.travel() * early(last));
+  }
+  // Microseconds that sending takes longer than the products.
+  double exposed(int64_t last) const {
+    double const pushed = push(last), run = products(last);
+    double const both = std::max(pushed, run + pushed * kMultiprocessors / kAll);
+    return both - run + load.travel() * (1 - early(last));
+  }
+};
+
+// 0 where it does not pay to send any sums before the others.
+inline int64_t last_experts(EarlySums const& sums) {
+  int64_t best = 0;
+  double least = sums.load.travel() - EarlySums::kLeast;
+  for (int64_t last = 1; last < sums.load.experts; ++last) {
+    if (double const time = sums.exposed(last); time < least) least = time, best = last;
   }
   return best;
 }

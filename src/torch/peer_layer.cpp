@@ -103,6 +103,17 @@ UpProjection again_of(Layer const& layer, Routing const& routing, MoeForward con
           .a = {}};
 }
 
+// Lets backward compute pre-activations again: always, or where h, which has kept some, has not
+// all.
+void set_again(PeerBackward& b, Place const& place, Layer const& layer, UpProjection const& again,
+               Tensor const& h, Tensor const& offsets) {
+  b.again = again;
+  b.kept_rows = height_of(h, "h");
+  if (b.kept_rows == 0) return;
+  b.layer.h = place.rows(h, "h", layer.dtype, {b.kept_rows, layer.width()});
+  b.again_offsets = static_cast<int32_t*>(offsets.data_ptr());
+}
+
 // Both barriers of a pass.
 template <class Pass>
 void set_barriers(Pass& pass, PeerMemory const& memory, double seconds, Numbers const& facts,
@@ -112,7 +123,8 @@ void set_barriers(Pass& pass, PeerMemory const& memory, double seconds, Numbers 
   pass.returned = meet_of(memory, seconds, facts_returned, report);
 }
 
-// o (T, H); what backward needs: rows (ranks * Tm, H), h (kept, W), offsets, row_token, slot_row (ranks * Tm, K), row_score, token_row (T, ranks), by_slot (ranks * Tm, K) and counts
+// o (T, H); what backward needs: rows (ranks * Tm, H), h (kept, W), offsets, row_token,
+// slot_row (ranks * Tm, K), row_score, token_row (T, ranks), by_slot (ranks * Tm, K) and counts
 // (ranks) of Tables; offsets (E of all ranks + 1) of this rank's tokens
 using PeerForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                                       Tensor, Tensor, Tensor, Tensor>;
@@ -199,15 +211,15 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   Sizes const& s = layer.sizes;
   DType const dtype = layer.dtype, score = score_dtype(dtype);
   Slots const slots = slots_of(place, slot_row, "slot_row", std::nullopt);
-  Routing const routing =
+  auto const routing =
       backward_routing(place, layer, slots, offsets, row_token, slot_row, row_score);
   place.rows(dout, "dout", dtype, {tokens, s.hidden});
   Weights const w{w_up, w_gate, w_down};
-  int64_t const kept = height_of(h, "h");
-  bool const again = kept < s.rows(), wants_rows = wanted & kRows, wants_scores = wanted & kScores;
+  bool const again = height_of(h, "h") < s.rows(), wants_rows = wanted & kRows,
+             wants_scores = wanted & kScores;
   Tensor const made = again ? place.empty({s.rows(), layer.width()}, dtype) : h;
-  Tensor const again_offsets = place.empty_int32({again && kept > 0 ? s.experts + 1 : 0});
-  Tensor const pulled = place.empty({s.tokens, s.hidden}, dtype);
+  Tensor const again_offsets = place.empty_int32({again ? s.experts + 1 : 0});
+  Tensor const pulled = place.empty({s.tokens, s.hidden}, dtype), counter = place.empty_int32({1});
   auto [g, args] = backward_call(place, layer, routing, slots, pulled, rows, made, w, b_down,
                                  wanted & ~int64_t(kX));
   Tensor dx = place.empty({wants_rows ? tokens : 0, s.hidden}, dtype);
@@ -215,7 +227,6 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
       s, dtype, gated, /*combines=*/false, wanted & (kUpBias | kDownBias)));
   args.workspace = workspace.data_ptr();
-  Tensor const counter = place.empty_int32({1});
 
   Published const published = publish_of(place, m, dout, std::nullopt, std::nullopt, 1);
   PeerBackward b{.publish = published.args};
@@ -225,11 +236,8 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   place.indices(by_slot, "by_slot", {s.tokens, top_k});
   b.pull = pull_of(m, by_slot, pulled, dtype);
   if (again) {
-    b.kept_rows = kept;
-    b.again_offsets = static_cast<int32_t*>(again_offsets.data_ptr());
-    if (kept > 0) b.layer.h = place.rows(h, "h", dtype, {kept, layer.width()});
-    b.again = again_of(layer, routing,
-                       forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr), made);
+    auto const forward = forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr);
+    set_again(b, place, layer, again_of(layer, routing, forward, made), h, again_offsets);
   }
   b.push = push_of(m, s, dtype, routing.slot_row, place.indices(counts, "counts", {m.ranks}));
   b.push.y = args.dx_rows;

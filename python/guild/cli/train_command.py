@@ -32,7 +32,9 @@ from guild.train.settings import Settings
 from guild.train.speed import speed_facts
 from guild.train.world import (
     SharedStop,
+    all_ranks,
     device_of_rank,
+    expect_layout,
     is_started_by_torchrun,
     joined,
     local_ranks,
@@ -181,6 +183,8 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     if saved and dtype == "auto":
         dtype = saved["dtype"].removeprefix("torch.")
     _expect_ranks(typed, compare, fp8 or moe == "fp8")
+    if typed.get("fsdp") and is_started_by_torchrun():
+        expect_layout(moe, settings, all_ranks(), typed.get("expert_parallel", 1))
     if dtype == "auto":
         narrow = device.type == "cuda" or fp8 or moe == "fp8"
         dtype = "bfloat16" if narrow else "float32"

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from guild._torch.autograd import rows_of
 from guild._torch.operators import ops
-from guild.distributed.facts import room_facts
+from guild.distributed.facts import room_facts, shown
 from guild.distributed.peer_memory import PeerMemory, Room, why_not
-from guild.distributed.ranks import BACKWARD_ORDER, Ranks, expect_same
+from guild.distributed.ranks import BACKWARD_ORDER, Ranks, expect_same, per_rank
 
 _LATE, _OVERFLOW = 1, 3  # guild::PeerFailure; 2: ranks differ
 _STEPS = ("forward", "forward's results", "backward", "backward's results", "wait")
 FORWARD, FORWARD_RESULTS, BACKWARD, BACKWARD_RESULTS, WAIT = range(len(_STEPS))
 _BEYOND = "tokens beyond max_tokens"
 
-# Pre-activations are kept for so many times the rows of balanced routing. Room for any routing is
-# as many times as there are ranks: too much to keep for more than two.
-_KEPT = 1.5
+# Without a capacity, pre-activations are kept for so many times the rows of balanced routing. Room
+# for any routing is as many times as there are ranks: too much to keep for more than two.
+_KEPT = 2
 
 
 class Peers:
@@ -69,7 +69,7 @@ class Peers:
     @property
     def keeps_all_rows(self) -> bool:
         """Whether the pre-activations of all rows that there is room for may be kept."""
-        return self.capacity is not None or self.ranks.size <= 2
+        return self.capacity is not None or self.ranks.size <= _KEPT
 
     def room(self, top_k: int) -> int:
         """How many rows this rank has room for in a call; -1: as many as any routing takes."""
@@ -77,8 +77,7 @@ class Peers:
 
     def kept_rows(self, top_k: int) -> int:
         """For how many rows a call may keep the pre-activations."""
-        whole = self.ranks.size if self.capacity is None else self.capacity
-        return self._times_even(whole if self.keeps_all_rows else _KEPT, top_k)
+        return self._times_even(_KEPT if self.capacity is None else self.capacity, top_k)
 
     def _times_even(self, times: float, top_k: int) -> int:
         """Of a rank's even share of rows; at most those of any routing."""
@@ -232,6 +231,7 @@ class Peers:
     def _raise(self, failure: int) -> NoReturn:
         _, rank, reporter, fact, rows = self._report.tolist()
         step, call, by_rank = self._arrivals()
+        call = shown("call", call)
         where = f"in the {_STEPS[step]} of call {call}"
         if failure == _LATE:
             self.ranks.end(
@@ -251,7 +251,11 @@ class Peers:
         names = ["step", *self._facts]
         if fact < 2:
             other = reporter if rank == self.ranks.rank else rank
-            self.ranks.end(RuntimeError, f"{BACKWARD_ORDER}: {where}, other than rank {other}")
+            found = f": {where}, other than rank {other}"
+            if other in by_rank:
+                steps = {r: (_STEPS[w[0]], shown("call", w[1])) for r, w in sorted(by_rank.items())}
+                found = ", got " + per_rank({r: f"{s} of call {c}" for r, (s, c) in steps.items()})
+            self.ranks.end(RuntimeError, BACKWARD_ORDER + found)
         try:
             expect_same(names[fact], {r: values[fact] for r, values in by_rank.items()})
         except ValueError as error:

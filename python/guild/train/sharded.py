@@ -49,7 +49,7 @@ from guild.train.settings import Settings
 from guild.train.shard_adamw import ShardAdamW, local_norm
 from guild.train.speed import speed_of
 from guild.train.step_graph import StepQueue
-from guild.train.world import mean_of_ranks, on_all_ranks, writes
+from guild.train.world import expect_layout, mean_of_ranks, on_all_ranks, writes
 
 _ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
@@ -107,7 +107,7 @@ class ShardedLearner(Learner):
     ) -> None:
         self.name, self.settings, self.device, self.dtype = name, settings, device, dtype
         self.ranks = dist.get_world_size()
-        _expect_layout(name, settings, self.ranks, expert_parallel)
+        expect_layout(name, settings, self.ranks, expert_parallel)
         self.model = self._made()
         mesh = init_device_mesh(device.type, (self.ranks,))
         sharded: dict[str, Any] = {"reshard_after_forward": True}
@@ -370,27 +370,3 @@ def _whole(tensors: dict[str, Any]) -> dict[str, Any]:
             value = value.cpu() if writes() else None
         found[name] = value
     return found
-
-
-def _expect_layout(name: str, s: Settings, ranks: int, expert_parallel: int) -> None:
-    if s.batch % (ranks * s.accumulate):
-        times = "ranks" if s.accumulate == 1 else f"{ranks} ranks, accumulate {s.accumulate}"
-        raise ValueError(
-            f"batch: expected a multiple of {ranks * s.accumulate} ({times}), got {s.batch}"
-        )
-    if ranks % expert_parallel:
-        raise ValueError(
-            f"expert_parallel: expected a divisor of {ranks} (ranks), got {expert_parallel}"
-        )
-    if s.experts % expert_parallel:
-        raise ValueError(
-            f"experts: expected a multiple of {expert_parallel} (expert_parallel), got {s.experts}"
-        )
-    if name == "fp8":
-        raise ValueError("moe: expected a layer in 16 bits on several ranks, got 'fp8'")
-    if name == "plain" and (expert_parallel > 1 or s.balance):
-        raise ValueError(
-            "moe: expected --balance 0 and no --expert-parallel with the plain layer and --fsdp"
-        )
-    if s.capacity:
-        raise ValueError(f"capacity: expected 0 with --fsdp, got {s.capacity}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from guild.train.failures import OtherRankError
 from guild.train.interrupt import StopRequest
 from guild.train.run_folder import RunFolder
+from guild.train.settings import Settings
 
 _TIMEOUT = timedelta(minutes=30)  # ranks wait that long for the one that writes a checkpoint
 
@@ -63,6 +64,11 @@ def device_of_rank(device: torch.device) -> torch.device:
             raise ValueError(f"device: expected cuda, so that each rank has its own, got {device}")
         return device
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def all_ranks() -> int:
+    """How many processes torchrun has started, on all nodes."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_ranks() -> int:
@@ -171,3 +177,43 @@ class UnwrittenFolder(RunFolder):
 def run_folder(path: Path) -> RunFolder:
     """The folder of a run, as this rank uses it."""
     return RunFolder(path) if writes() else UnwrittenFolder(path)
+
+
+def expect_layout(name: str, s: Settings, ranks: int, expert_parallel: int) -> None:
+    """Raise for what so many ranks cannot train.
+
+    Parameters
+    ----------
+    name : str
+        Of the layer, one of `names.LAYERS`.
+    s : Settings
+        Of the run.
+    ranks, expert_parallel : int
+        All ranks, and how many of them share the experts.
+
+    Raises
+    ------
+    ValueError
+        If ranks cannot divide the batch or the experts, or do not support the layer.
+    """
+    if s.batch % (ranks * s.accumulate):
+        times = "ranks" if s.accumulate == 1 else f"{ranks} ranks, accumulate {s.accumulate}"
+        raise ValueError(
+            f"batch: expected a multiple of {ranks * s.accumulate} ({times}), got {s.batch}"
+        )
+    if ranks % expert_parallel:
+        raise ValueError(
+            f"expert_parallel: expected a divisor of {ranks} (ranks), got {expert_parallel}"
+        )
+    if s.experts % expert_parallel:
+        raise ValueError(
+            f"experts: expected a multiple of {expert_parallel} (expert_parallel), got {s.experts}"
+        )
+    if name == "fp8":
+        raise ValueError("moe: expected a layer in 16 bits on several ranks, got 'fp8'")
+    if name == "plain" and (expert_parallel > 1 or s.balance):
+        raise ValueError(
+            "moe: expected --balance 0 and no --expert-parallel with the plain layer and --fsdp"
+        )
+    if s.capacity:
+        raise ValueError(f"capacity: expected 0 with --fsdp, got {s.capacity}")

@@ -1,4 +1,4 @@
-// Transfers of rows that overlap with products, and offsets of a product that may have nothing to do.
+// Transfers of rows that overlap with products, and the offsets of one that may have nothing to do.
 #pragma once
 #include <cuda_runtime_api.h>
 

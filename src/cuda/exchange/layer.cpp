@@ -85,7 +85,10 @@ class Lines {
     return mark;
   }
   Mark run_beside(Line line, Pull const& x) { return run_beside(line, x, kPullMultiprocessors); }
-  Mark run_beside(Line line, Push const& x) { return run_beside(line, x, kPushMultiprocessors); }
+  Mark run_beside(Line line, Push const& x) {
+    bool const early = x.part == Part::first;
+    return run_beside(line, x, early ? EarlySums::kMultiprocessors : kPushMultiprocessors);
+  }
   void wait(Line line, Mark const& mark) {
     if (!apart_) return;
     cuda_check(cudaStreamWaitEvent(of(line).stream, mark.event, 0), "waiting for an event");
@@ -94,6 +97,7 @@ class Lines {
   int64_t first(PeerLoad const& load) const {
     return has_streams_ ? first_experts(load) : load.experts;
   }
+  int64_t last(EarlySums const& sums) const { return has_streams_ ? last_experts(sums) : 0; }
   void apart(bool apart) { apart_ = apart; }
 
   // Lets the main stream wait for the others, after whatever error: the memory that their steps
@@ -162,6 +166,7 @@ class Requirements {
   Mark mark(Line) { return {}; }
   void wait(Line, Mark) {}
   int64_t first(PeerLoad const& load) const { return load.experts; }
+  int64_t last(EarlySums const&) const { return 0; }
   void apart(bool) {}
 };
 

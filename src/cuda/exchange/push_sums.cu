@@ -111,10 +111,12 @@ class Tokens {
         stride_(stride),
         count_(PoolToken::count(x.memory, /*others=*/false)),
         step_(int(gridDim.x) * kWarps),
+        rest_from_(x.part == Part::whole ? 0 : *x.rest_from),
         next_(int(blockIdx.x) * kWarps + int(threadIdx.x) / 32),
         coming_(x, min(next_, count_ - 1)) {}
 
-  // The next token that has rows here. Those with more than 32 slots are summed right here.
+  // The next token of this part that has rows here. Those with more than 32 slots, which all are of
+  // the rest, are summed right here.
   __device__ Walk next() {
     while (next_ < count_) {
       TokenSlots token = coming_;
@@ -122,7 +124,12 @@ class Tokens {
       next_ += step_;
       coming_ = TokenSlots(x_, min(next_, count_ - 1));  // loaded while this one is added
       unsigned const there = __ballot_sync(~0u, token.row >= 0);
-      if (token.slots.end - token.slots.begin > 32) {
+      bool const many = token.slots.end - token.slots.begin > 32;
+      if (x_.part != Part::whole) {
+        bool const rest = many || __any_sync(~0u, token.row >= rest_from_);
+        if (rest != (x_.part == Part::rest)) continue;
+      }
+      if (many) {
         push_many(x_, out_of(token.at), y_, stride_, int(x_.hidden / 8), token);
       } else if (there != 0) {
         return {.i = i, .there = there, .row = token.row, .score = token.score};
@@ -145,7 +152,7 @@ class Tokens {
   PeerLayout const& layout_;
   T const* y_;
   int64_t stride_;
-  int count_, step_, next_;
+  int count_, step_, rest_from_, next_;
   TokenSlots coming_;
 };
 

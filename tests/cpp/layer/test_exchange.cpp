@@ -36,6 +36,7 @@ class Exchange : public DeviceTest {
   void arrive(int64_t from, int64_t at, std::vector<int64_t> const& facts);
   void pull();
   void push(bool by_slot);
+  void push_in_parts(Push x, Tensor const& y);
   void expect_pulled();
   void expect_collected();
   void expect_slots_back();
@@ -177,13 +178,32 @@ void Exchange::pull() {
   }
 }
 
+// The first part must not read rows of the second: they are NaN by then.
+void Exchange::push_in_parts(Push x, Tensor const& y) {
+  int64_t const half = x.rows / 2;
+  Indices<int32_t> const rest_from(device(), std::vector<int32_t>{int32_t(half)});
+  x.rest_from = rest_from.data(), x.part = Part::rest;
+  on_cuda() ? cuda::push(x) : cpu::push(x);
+  std::vector<double> values = y.get();
+  std::fill(values.begin() + half * y.cols(), values.end(),
+            std::numeric_limits<double>::quiet_NaN());
+  Tensor of_first(device(), dtype_, y.rows(), y.cols(), y.view().stride);
+  of_first.set(values);
+  x.y = of_first.view(), x.part = Part::first;
+  on_cuda() ? cuda::push(x) : cpu::push(x);
+}
+
 void Exchange::push(bool by_slot) {
   for (int64_t r = 0; r < ranks(); ++r) {
     Rank const& own = rank_[r];
     Push x{memory(r), dtype_, kHidden, own.y.rows(), top_k_, by_slot, own.y.view()};
     x.row_of = own.row_of.data(), x.tokens = own.counts.data();
     if (!by_slot) x.scores = own.local_scores.data();
-    on_cuda() ? cuda::push(x) : cpu::push(x);
+    if (by_slot || !in_parts_) {
+      on_cuda() ? cuda::push(x) : cpu::push(x);
+    } else {
+      push_in_parts(x, own.y);
+    }
     PushScores const scores{memory(r), top_k_, 4, own.local_ids.data(), own.local_scores.data()};
     if (!by_slot) continue;
     on_cuda() ? cuda::push_scores(scores) : cpu::push_scores(scores);
@@ -370,22 +390,6 @@ TEST_P(Exchange, HasNoScoresWithoutSlots) {
   on_cuda() ? cuda::clear_scores(x) : cpu::clear_scores(x);
   on_cuda() ? cuda::collect_scores(x) : cpu::collect_scores(x);
   for (Bytes const& memory : memory_) EXPECT_TRUE(memory.canaries_alive());
-}
-
-// A failure is one word.
-TEST(PeerMemory, FailuresAreUnpackedAsTheyWerePacked) {
-  for (int64_t const rows : {int64_t(0), int64_t(1), (int64_t(1) << 31) - 1}) {
-    for (int64_t const rank : {0, kMostRanks - 1}) {
-      PeerReport const found =
-          unpacked(packed(PeerFailure::overflow, rank, kMostRanks - 1 - rank, kMostFacts, rows));
-      EXPECT_EQ(found.failure, int64_t(PeerFailure::overflow));
-      EXPECT_EQ(found.rank, rank);
-      EXPECT_EQ(found.reporter, kMostRanks - 1 - rank);
-      EXPECT_EQ(found.fact, kMostFacts);
-      EXPECT_EQ(found.rows, rows);
-    }
-  }
-  EXPECT_EQ(unpacked(packed(PeerFailure::late, 3, 1, 0)).rows, 0);
 }
 
 GUILD_DEVICE_TESTS(Exchange);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "guild/exchange.h"
+#include "shared/peer_memory.h"
 
 namespace guild::test {
 
@@ -72,6 +73,22 @@ TEST(Meeting, HasOneDeadline) {
     EXPECT_EQ(ranks.report(r).rank, 2);
     EXPECT_EQ(ranks.report(r).reporter, 0);
   }
+}
+
+// A failure is one word.
+TEST(PeerMemory, FailuresAreUnpackedAsTheyWerePacked) {
+  for (int64_t const rows : {int64_t(0), int64_t(1), (int64_t(1) << 31) - 1}) {
+    for (int64_t const rank : {0, kMostRanks - 1}) {
+      PeerReport const found =
+          unpacked(packed(PeerFailure::overflow, rank, kMostRanks - 1 - rank, kMostFacts, rows));
+      EXPECT_EQ(found.failure, int64_t(PeerFailure::overflow));
+      EXPECT_EQ(found.rank, rank);
+      EXPECT_EQ(found.reporter, kMostRanks - 1 - rank);
+      EXPECT_EQ(found.fact, kMostFacts);
+      EXPECT_EQ(found.rows, rows);
+    }
+  }
+  EXPECT_EQ(unpacked(packed(PeerFailure::late, 3, 1, 0)).rows, 0);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // How a layer over ranks divides its products: src/shared/peer_overlap.h.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "shared/peer_overlap.h"
 
 namespace guild::test {
@@ -48,6 +50,60 @@ TEST(PeerOverlap, LargeProductsHideMostOfTheWay) {
       EXPECT_LE(load.exposed(first), load.exposed(other)) << other;
     }
   }
+}
+
+// The same with four ranks, each of which has half as many experts.
+EarlySums over_four(PeerLoad load, int64_t intermediate) {
+  load.ranks = 4, load.experts /= 2;
+  return {load, intermediate};
+}
+
+TEST(PeerOverlap, SharesOfSums) {
+  EarlySums const sums = over_four(kQwen, 768);
+  EXPECT_EQ(sums.early(32), 0);
+  EXPECT_EQ(sums.early(0), 1);
+  // Of the tokens with one of a quarter of the experts, those with none of the last sixteenth.
+  EXPECT_NEAR(sums.early(8), (std::pow(15. / 16, 8) - std::pow(.75, 8)) / (1 - std::pow(.75, 8)),
+              1e-12);
+  EXPECT_EQ(EarlySums({.ranks = 2, .experts = 8, .top_k = 1}).early(2), .75);
+}
+
+TEST(PeerOverlap, ManyRanksSendSumsEarly) {
+  for (EarlySums const& sums :
+       {over_four(kDsv3, 2048), over_four(kGptoss, 2880), over_four(kQwen, 768)}) {
+    int64_t const last = last_experts(sums);
+    EXPECT_GT(last, 0);
+    EXPECT_LT(last, sums.load.experts / 4);
+    EXPECT_LT(sums.exposed(last), .7 * sums.load.travel());
+  }
+  for (EarlySums const& sums : {EarlySums{kDsv3, 2048}, {kGptoss, 2880}, {kQwen, 768}}) {
+    EXPECT_EQ(last_experts(sums), 0);  // two ranks
+  }
+}
+
+// Those of tests/python/distributed: on one GPU, and on two and four.
+TEST(PeerOverlap, LayersOfTestsSendSumsEarly) {
+  for (int64_t const ranks : {2, 4}) {
+    PeerLoad const load{.ranks = ranks,
+                        .tokens = 8192,
+                        .experts = 8 / ranks,
+                        .top_k = 1,
+                        .row_bytes = 14336,
+                        .inner = 7168,
+                        .columns = 2048};
+    EXPECT_GT(last_experts({load, 1024}), 0) << ranks;
+    EXPECT_LT(first_experts(load), load.experts) << ranks;
+  }
+}
+
+TEST(PeerOverlap, FewSumsWait) {
+  EarlySums sums = over_four(kQwen, 768);
+  sums.load.tokens = 64;
+  EXPECT_EQ(last_experts(sums), 0);
+  sums = over_four(kDsv3, 2048), sums.load.experts = 1;
+  EXPECT_EQ(last_experts(sums), 0);
+  sums.load.ranks = 1, sums.load.experts = 64;
+  EXPECT_EQ(last_experts(sums), 0);
 }
 
 TEST(PeerOverlap, SmallProductsStayWhole) {

@@ -34,8 +34,9 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes(8, 3, 64, 48)
-LARGE = Sizes(16, 4, 2048, 512)  # with LARGE_TOKENS, products are divided on a GPU
+LARGE = Sizes(16, 4, 2048, 512)  # with LARGE_TOKENS, rows come during products on a GPU
 LARGE_TOKENS = 4096
+WIDE = Sizes(8, 1, 7168, 1024)  # with twice as many, sums are also sent during products
 MANY = Sizes(32, 24, 264, 16), Sizes(96, 40, 64, 16)  # choices of a token
 
 
@@ -141,33 +142,35 @@ def divided_products(rank: int) -> None:
     """The same bits where rows travel during products, for which small products are too short."""
     if device().type != "cuda":
         return
-    for seed in range(4):
-        tokens = LARGE_TOKENS if seed % 2 == 0 else LARGE_TOKENS // (rank + 1)
-        step = Step(seed, tokens, skew=seed == 2, sizes=LARGE)
+    for sizes, seed in itertools.product((LARGE, WIDE), range(4)):
+        most = LARGE_TOKENS if sizes == LARGE else 2 * LARGE_TOKENS
+        tokens = most if seed % 2 == 0 else most // (rank + 1)
+        step = Step(seed, tokens, skew=seed == 2, sizes=sizes)
         expected = step.run(group_of("nccl"))
         enough = float(dist.get_world_size()) if seed == 2 else 1.5
         for recompute, capacity in itertools.product((False, True), (None, enough)):
-            got = step.run(group_of("peer", capacity=capacity, tokens=LARGE_TOKENS), recompute)
-            expect_equal(got, expected, (rank, seed, recompute, capacity))
+            got = step.run(group_of("peer", capacity=capacity, tokens=most), recompute)
+            expect_equal(got, expected, (rank, sizes, seed, recompute, capacity))
 
 
 def divided_replays(rank: int) -> None:
     """A graph of a step whose rows travel during products has the same bits too."""
     if device().type != "cuda":
         return
-    step, group = Step(9, LARGE_TOKENS, sizes=LARGE), group_of("peer", tokens=LARGE_TOKENS)
-    expected = step.run(group_of("nccl"))
-    torch.cuda.synchronize()
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        step.run(group)
-    side.synchronize()
-    with torch.cuda.graph(graph, stream=side):
-        results = step.run(group)
-    for _ in range(20):
-        graph.replay()
-    expect_equal(results, expected, rank)
-    group.check()
+    for sizes, most in ((LARGE, LARGE_TOKENS), (WIDE, 2 * LARGE_TOKENS)):
+        step, group = Step(9, most, sizes=sizes), group_of("peer", tokens=most)
+        expected = step.run(group_of("nccl"))
+        torch.cuda.synchronize()
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            step.run(group)
+        side.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            results = step.run(group)
+        for _ in range(20):
+            graph.replay()
+        expect_equal(results, expected, rank)
+        group.check()
 
 
 def frozen_experts(rank: int) -> None:

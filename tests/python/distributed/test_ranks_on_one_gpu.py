@@ -1,7 +1,7 @@
 """The ops of the peer engine with two ranks in one process, on one GPU.
 
-Each rank has streams of its own, and its barriers wait for what the other has queued. The layer is
-large enough for its products to be divided while rows travel.
+Each rank has streams of its own, and its barriers wait for what the other has queued. Layers are
+large enough for their products to be divided while rows travel.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,11 +20,21 @@ from guild._torch.gradients import wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild.activations import as_activation
 
-RANKS, MOST = 2, 4096
-EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 16, 4, 2048, 512
-LOCAL = EXPERTS // RANKS
-EVEN = MOST * TOP_K  # a rank's share of all rows, if all are equal
-ALL = RANKS * EVEN
+RANKS = 2
+
+
+class Sizes(NamedTuple):
+    """Sizes of a layer; tokens are a rank's."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+LARGE = Sizes(4096, 16, 4, 2048, 512)  # rows come during products
+WIDE = Sizes(8192, 8, 1, 7168, 1024)  # sums are sent during products, too
 FLAGS = LayerFlags(*as_activation("silu").scalars, False, False)
 
 
@@ -43,24 +53,28 @@ class TwoRanks:
         Whether ranks have streams for what overlaps.
     biases : bool
         Whether the experts have biases.
+    sizes : Sizes
+        Of the layer.
     tokens : tuple
         Of each rank.
     """
 
-    def __init__(self, overlaps: bool, biases: bool, tokens: tuple[int, int]) -> None:
+    def __init__(self, overlaps: bool, biases: bool, sizes: Sizes, tokens: tuple[int, int]) -> None:
         torch.manual_seed(5)
+        self.sizes = sizes
+        most, experts, top_k, hidden, intermediate = sizes
         bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-        self.x = [torch.randn(t, HIDDEN, **bf16) for t in tokens]
-        self.dout = [torch.randn(t, HIDDEN, **bf16) for t in tokens]
-        chosen = [torch.rand(t, EXPERTS, device="cuda").topk(TOP_K) for t in tokens]
+        self.x = [torch.randn(t, hidden, **bf16) for t in tokens]
+        self.dout = [torch.randn(t, hidden, **bf16) for t in tokens]
+        chosen = [torch.rand(t, experts, device="cuda").topk(top_k) for t in tokens]
         self.ids = [c.indices.int().contiguous() for c in chosen]
         self.scores = [c.values.softmax(1).contiguous() for c in chosen]
-        self.w_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, **bf16) * 0.02
-        self.w_down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, **bf16) * 0.02
-        self.b_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, **bf16) if biases else None
-        self.b_down = torch.randn(EXPERTS, HIDDEN, **bf16) if biases else None
+        self.w_up = torch.randn(experts, 2 * intermediate, hidden, **bf16) * 0.02
+        self.w_down = torch.randn(experts, hidden, intermediate, **bf16) * 0.02
+        self.b_up = torch.randn(experts, 2 * intermediate, **bf16) if biases else None
+        self.b_down = torch.randn(experts, hidden, **bf16) if biases else None
         self.report = torch.zeros(5, dtype=torch.int64, pin_memory=True)
-        room = [MOST, TOP_K, 2 * HIDDEN, RANKS]
+        room = [most, top_k, 2 * hidden, RANKS]
         self.numbers = [[rank, *room] for rank in range(RANKS)]
         size = ops.peer_memory_sizes(RANKS, self.numbers[0])[0]
         self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(RANKS)]
@@ -81,7 +95,8 @@ class TwoRanks:
 
     def weights(self, rank: int) -> tuple[Tensor | None, ...]:
         """As the ops take them."""
-        mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
+        local = self.sizes.experts // RANKS
+        mine = slice(rank * local, (rank + 1) * local)
         w_up, w_down, b_up, b_down = (
             None if w is None else w[mine] for w in (self.w_up, self.w_down, self.b_up, self.b_down)
         )
@@ -108,7 +123,12 @@ class TwoRanks:
         kept: list[list[Tensor]] = []
 
         def forward(rank: int) -> list[Tensor]:
-            routing = self.ids[rank], self.scores[rank], EXPERTS, self.dout[rank]  # a residual
+            routing = (
+                self.ids[rank],
+                self.scores[rank],
+                self.sizes.experts,
+                self.dout[rank],
+            )  # a residual
             arguments = self.x[rank], *routing, *self.weights(rank), *FLAGS, room, kept_rows
             out, *rest, _ = ops.peer_forward(*self.barriers(rank), *arguments)
             kept.append(rest)
@@ -147,26 +167,30 @@ def joined(found: list[list[Tensor]]) -> list[Tensor]:
 
 
 def two_kinds(
-    biases: bool, *how: Any, tokens: tuple[int, int] = (MOST, MOST - 96)
+    biases: bool, sizes: Sizes, *how: Any, tokens: tuple[int, int] | None = None
 ) -> list[TwoRanks]:
     """The same without overlap and with it, ready for `step(*how)`."""
+    tokens = tokens or (sizes.tokens, sizes.tokens - 96)
     if int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) < 8:
         pytest.skip("CUDA_DEVICE_MAX_CONNECTIONS: fewer queues than streams")
-    kinds = [TwoRanks(overlaps, biases, tokens) for overlaps in (False, True)]
+    kinds = [TwoRanks(overlaps, biases, sizes, tokens) for overlaps in (False, True)]
     for kind in (*kinds, *kinds):
         kind.warm_up(*how)
     return kinds
 
 
+@pytest.mark.parametrize("sizes", [LARGE, WIDE])
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("room", [-1, EVEN * 5 // 4])
-@pytest.mark.parametrize("kept", [0, EVEN // 2, EVEN * 5 // 4])  # of some EVEN rows a rank
-def test_two_ranks(gpu: str, biases: bool, room: int, kept: int) -> None:
+@pytest.mark.parametrize("room", [-1, 1.25])  # times the rows of a rank if all have equally many
+@pytest.mark.parametrize("kept", [0, 0.5, 1.25])
+def test_two_ranks(gpu: str, biases: bool, sizes: Sizes, room: float, kept: float) -> None:
     """Overlap changes no bit, and results are those of one process."""
-    plain, apart = two_kinds(biases, room, kept, True)
-    wanted = joined(plain.step(room, kept, True))
+    even = sizes.tokens * sizes.top_k
+    how = int(room * even) if room > 0 else -1, int(kept * even), True
+    plain, apart = two_kinds(biases, sizes, *how)
+    wanted = joined(plain.step(*how))
     for _ in range(3):  # the same memory again
-        for a, b in zip(joined(apart.step(room, kept, True)), wanted, strict=True):
+        for a, b in zip(joined(apart.step(*how)), wanted, strict=True):
             assert torch.equal(a, b)
     names = "out", "dx", "dscores", "dw_up", "dw_down", "db_up", "db_down"
     for name, a, b in zip(names, wanted, plain.by_one_process(), strict=False):
@@ -176,11 +200,13 @@ def test_two_ranks(gpu: str, biases: bool, room: int, kept: int) -> None:
         assert error < 1e-2, f"{name}: off by {error:.2g}"
 
 
-@pytest.mark.parametrize("tokens", [(0, MOST), (MOST, 0)])
-def test_a_rank_without_tokens(gpu: str, tokens: tuple[int, int]) -> None:
+@pytest.mark.parametrize("sizes", [LARGE, WIDE])
+@pytest.mark.parametrize("empty", range(RANKS))
+def test_a_rank_without_tokens(gpu: str, empty: int, sizes: Sizes) -> None:
     """Its experts work for the other's."""
-    how = -1, ALL, True
-    plain, apart = two_kinds(False, *how, tokens=tokens)
+    how = -1, RANKS * sizes.tokens * sizes.top_k, True
+    tokens = (0, sizes.tokens) if empty == 0 else (sizes.tokens, 0)
+    plain, apart = two_kinds(False, sizes, *how, tokens=tokens)
     wanted = joined(plain.step(*how))
     for a, b, c in zip(joined(apart.step(*how)), wanted, plain.by_one_process(), strict=True):
         assert torch.equal(a, b)
@@ -189,11 +215,12 @@ def test_a_rank_without_tokens(gpu: str, tokens: tuple[int, int]) -> None:
 
 def test_without_gradients_of_scores(gpu: str) -> None:
     """Where only tokens and weights have gradients, these are the same."""
-    plain, apart = two_kinds(False, -1, ALL, False)
-    without = joined(plain.step(-1, ALL, False))
-    plain.warm_up(-1, ALL, True)
-    with_scores = joined(plain.step(-1, ALL, True))
+    how = -1, RANKS * LARGE.tokens * LARGE.top_k
+    plain, apart = two_kinds(False, LARGE, *how, False)
+    without = joined(plain.step(*how, False))
+    plain.warm_up(*how, True)
+    with_scores = joined(plain.step(*how, True))
     assert len(without) == len(with_scores) - 1
-    for a, b in zip(joined(apart.step(-1, ALL, False)), without, strict=True):
+    for a, b in zip(joined(apart.step(*how, False)), without, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(without[1], with_scores[1])

@@ -166,6 +166,24 @@ def test_a_node_says_once_what_is_wrong(
     assert "guild train: " in said[0] and said[1] == ""
 
 
+@pytest.mark.parametrize(
+    "words, wrong",
+    [
+        (("--batch", "3"), "batch: expected a multiple of 2"),
+        (("--expert-parallel", "3"), "expert_parallel: expected a divisor of 2"),
+        (("--moe", "plain"), "moe: expected --balance 0"),
+        (("--capacity", "1"), "capacity: expected 0 with --fsdp"),
+    ],
+)
+def test_what_ranks_cannot_divide_is_said_before_they_meet(
+    words: tuple[str, ...], wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=f"^{wrong}"):
+        plan_of("--device", "cpu", "--fsdp", "--out", str(tmp_path), *words)
+
+
 @pytest.mark.parametrize("moe", [("fp8",), ("fp8", "guild"), ("guild", "plain")])
 def test_ranks_refuse_checkpoints(moe: tuple[str, ...], tmp_path: Path) -> None:
     """Of what they cannot train."""
