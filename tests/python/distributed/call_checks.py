@@ -29,7 +29,7 @@ _EXPERTS, _HIDDEN, _INNER, _RANK = 8, 16, 12, 3
 def new_group(exact: bool = False, engine: str = "nccl") -> guild.ExpertParallel:
     """A group of all ranks for one check, so that an error in it stays there."""
     everyone = dist.new_group(list(range(dist.get_world_size())))
-    return guild.ExpertParallel(everyone, exact=exact, timeout=60.0, engine=engine)
+    return guild.ExpertParallel(everyone, exact=exact, timeout=60.0, engine=engine, max_tokens=200)
 
 
 def terms() -> dict[str, Tensor]:
