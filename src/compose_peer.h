@@ -124,13 +124,13 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   ForwardWorkspace const w = workspace_of(layer);
   PeerLoad load = load_of(f.push.memory, layer.sizes, layer.dtype);
   load.columns = layer.sizes.intermediate * (layer.activation.gated ? 2 : 1);
-  int64_t const first = lines.first(load), last = lines.last({load, layer.sizes.intermediate});
-  lines.apart(first < layer.sizes.experts || last > 0);
+  int64_t const experts = layer.sizes.experts, first = lines.first(load);
+  int64_t last = lines.last({load, layer.sizes.intermediate});
+  if (first < experts) last = std::min(last, experts - first - 1);  // the others are divided too
+  lines.apart(first < experts || last > 0);
   lines.run(Line::main, f.publish);
-  if (f.own.offsets != nullptr) {
-    lines.wait(Line::side, lines.mark(Line::main));
-    lines.run(Line::side, f.own);
-  }
+  lines.wait(Line::side, lines.mark(Line::main));
+  if (f.own.offsets != nullptr) lines.run(Line::side, f.own);
   lines.run(Line::main, f.published);
   lines.run(Line::main, f.tables);
   lines.wait(Line::link, lines.mark(Line::main));
@@ -145,7 +145,7 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
     lines.run(Line::main, down, Room::whole);
     lines.run(Line::main, push, Room::whole);
   } else {
-    int64_t const others = layer.sizes.experts - last;
+    int64_t const others = experts - last;
     pull_and_run(lines, f.pull, of_experts(up, 0, others), std::min(first, others));
     lines.run(Line::main, of_experts(down, 0, others), Room::whole);
     lines.wait(Line::link, lines.mark(Line::main));
@@ -161,8 +161,11 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.wait(Line::main, lines.mark(Line::side));  // at least for the sort of own tokens
 }
 
+constexpr bool recomputes(PeerBackward const& b) {
+  return b.again.x.data != nullptr && b.kept_rows == 0;
+}
 constexpr bool may_recompute(PeerBackward const& b) {
-  return b.again.h.data != nullptr && b.kept_rows > 0;
+  return b.again.x.data != nullptr && b.kept_rows > 0;
 }
 
 // Recomputes H on the side line if forward could not keep it.
@@ -184,14 +187,15 @@ void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, UpProj
                        int64_t first, Lines& lines) {
   MoeBackward const& layer = b.layer;
   DownGradient down = down_gradient_of(layer, {w.dh}, {w.a_scaled}, w);
-  if (again.h.data != nullptr && b.kept_rows == 0) {  // recomputes H while all rows arrive
+  if (recomputes(b)) {  // while all rows arrive
+    down.h = {w.dh};
     lines.wait(Line::main, lines.run_beside(Line::link, b.pull));
     lines.run(Line::main, again, Room::shared);
     lines.wait(Line::main, lines.mark(Line::link));
     return lines.run(Line::main, down, Room::whole);
   }
   if (may_recompute(b)) {
-    down.h_again = {again.h.data, again.h.stride};
+    down.h_again = {w.dh};
     down.h_rows = b.kept_rows;
     down.needed = layer.routing.offsets + layer.sizes.experts;
   }
@@ -211,7 +215,7 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
   lines.apart(first < layer.sizes.experts);
   lines.run(Line::main, b.publish);
   UpProjection again = b.again;
-  again.a = {w.a_scaled};  // not in use yet
+  again.h = {w.dh}, again.a = {w.a_scaled};  // whose elements are stored once H's have been read
   if (may_recompute(b)) recompute_beyond(b, again, lines);
   if (scores) lines.clear(b.own_scores);
   lines.run(Line::main, b.published);

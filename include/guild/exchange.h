@@ -116,7 +116,8 @@ struct Pull {
 // with p = r Tm + t. A token without a row here has no result.
 //
 // By token it can be in two calls, where the last experts' rows are computed last: the first pushes
-// the sums of the tokens whose rows all lie before *rest_from, the second those of the others.
+// the sums of tokens whose rows all lie before *rest_from, the second those of the others. On CUDA
+// all tokens with more than 32 slots are among the others.
 struct Push {
   PeerMemory memory = {};
   DType dtype = DType::float32;

@@ -2,8 +2,10 @@
 // the steps of guild/exchange.h and guild/steps.h in one call.
 //
 // On CUDA, rows travel while products run. The rows that the first experts need are pulled first;
-// while these are multiplied, a few multiprocessors pull the others. In backward, the tokens'
-// gradients are pushed while the weights' gradients are computed. The overlap changes no result.
+// while these are multiplied, a few multiprocessors pull the others. Over many ranks, forward
+// pushes the sums of tokens that have none of the last experts while these are multiplied. In
+// backward, the tokens' gradients are pushed while the weights' gradients are computed. The overlap
+// changes no result.
 #pragma once
 #include "guild/exchange.h"
 #include "guild/steps.h"
@@ -14,7 +16,7 @@ namespace guild {
 // captures them too. Null: everything runs on the call's own stream.
 struct PeerStreams {
   CUstream_st* link = nullptr;  // transfers of rows; of a higher priority than the others
-  CUstream_st* side = nullptr;  // the second part of a product
+  CUstream_st* side = nullptr;  // the second part of a product, and what is recomputed
   int32_t* counter = nullptr;   // (1) of the products on `side`: see cuda::Queue
 };
 
@@ -39,9 +41,9 @@ struct PeerBackward {
   Publish publish = {};  // dO
   Meet published = {};
   Pull pull = {};
-  // Recomputes the pre-activations. Null h.data: forward has kept them all. With kept_rows 0 it
-  // writes to layer.h. Otherwise layer.h has what forward kept, and if the experts had more rows
-  // than that, all are recomputed into again.h; how many they had is known on the device alone.
+  // Recomputes the pre-activations, into the workspace: h and a are null. With kept_rows 0, layer.h
+  // is not used; else it has as many rows, and only where the experts had more, which is known on
+  // the device alone, all are recomputed. Null x.data: layer.h has them all.
   UpProjection again = {};
   int64_t kept_rows = 0;             // as in forward; not read where all were kept
   int32_t* again_offsets = nullptr;  // (experts + 1) of work memory, where kept_rows > 0

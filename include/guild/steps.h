@@ -108,9 +108,10 @@ struct DownGradient {
   void* workspace = nullptr;  // down_gradient_workspace_bytes(); null where no db is wanted
   LowRankTerm<ConstWeight> low_rank = {};  // of g; b: (E, I, rank). Not together with db_down
   // Where h has memory for h_rows rows only, and *needed are more, h_again is read in its place.
+  // h, with R rows, or h_again may be dh's memory: an element of H is read before dH's is stored.
   ConstRows h_again = {};           // (R, W); null data: h has R rows
-  int64_t h_rows = -1;              // as in UpProjection
-  int32_t const* needed = nullptr;  // (1), for all experts: offsets + E
+  int64_t h_rows = -1;              // as in UpProjection; -1 without h_again
+  int32_t const* needed = nullptr;  // (1) of all experts: offsets + E; null without h_again
 };
 
 // dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>, r = slot_row[t, k];

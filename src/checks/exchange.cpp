@@ -137,6 +137,7 @@ void check(Push const& x) {
   check_rows(x.y, x.rows, x.hidden, "y");
   check_pointer(x.row_of, any_token(x.memory) && (!lists || x.rows > 0), "row_of");
   check_pointer(x.tokens, any_token(x.memory) && !x.by_slot, "tokens");
+  check_part(x.part);
   require(x.part == Part::whole || !x.by_slot, "part: expected 0 (whole) by slot, got ",
           int(x.part));
   check_pointer(x.rest_from, x.part != Part::whole, "rest_from");

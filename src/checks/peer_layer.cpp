@@ -28,12 +28,13 @@ void check_link(void const* read, void const* written, char const* name, char co
   require(read == written, name, ": expected the memory of ", of);
 }
 
-// The up projection that computes the layer's pre-activations again: in the layer's memory or,
-// where forward may have kept them there, in other memory.
+// The up projection that computes pre-activations again.
 void check_again(PeerBackward const& x) {
   MoeBackward const& layer = x.layer;
   UpProjection again = x.again;
-  again.a = {layer.workspace};  // compose_peer.h gives it memory there
+  require(again.h.data == nullptr && again.a.data == nullptr,
+          "again: expected null h and a because they lie in the workspace");
+  again.h = again.a = {layer.workspace};
   check(again);
   Sizes const &a = again.sizes, &s = layer.sizes;
   check_same(a.tokens, s.tokens, "again.sizes.tokens", "tokens of the layer");
@@ -49,12 +50,6 @@ void check_again(PeerBackward const& x) {
           "again.activation: expected a gate, and the order of its half, like the layer's");
   check_size(x.kept_rows, 0, s.rows(), "kept_rows");
   check_pointer(x.again_offsets, x.kept_rows > 0, "again_offsets");
-  if (x.kept_rows == 0) {
-    check_link(again.h.data, layer.h.data, "again.h", "layer.h");
-  } else {
-    require(again.h.data != layer.h.data,
-            "again.h: expected other memory than layer.h's, which has what was kept");
-  }
   check_link(again.routing.offsets, layer.routing.offsets, "again.routing.offsets",
              "layer.routing.offsets");
   check_link(again.routing.row_token, layer.routing.row_token, "again.routing.row_token",
@@ -89,6 +84,7 @@ void check_pushed(Push push, Sizes const& s, DType dtype, Routing const& routing
                   ConstRows const& y) {
   push.y = y;
   check(push);
+  require(push.part == Part::whole, "push.part: expected 0 (whole), got ", int(push.part));
   require(push.dtype == dtype, "push.dtype: expected ", name_of(dtype), " like the layer, got ",
           name_of(push.dtype));
   check_same(push.hidden, s.hidden, "push.hidden", "hidden of the layer");
@@ -159,7 +155,9 @@ void check(PeerForward const& x) {
 }
 
 void check(PeerBackward const& x) {
-  MoeBackward const& layer = x.layer;
+  MoeBackward layer = x.layer;
+  bool const again = x.again.x.data != nullptr;
+  if (again && x.kept_rows == 0) layer.h = {layer.workspace};  // not used
   Sizes const& s = layer.sizes;
   bool const rows = layer.dx_rows.data != nullptr, scores = layer.dscores != nullptr;
   check(x.publish);
@@ -173,7 +171,7 @@ void check(PeerBackward const& x) {
           "layer.dh: expected null because the weight gradients are computed from it here");
   check_pulled(x.pull, s, layer.dtype, layer.dout, "layer.dout");
   check_published(x.publish, x.pull);
-  if (x.again.h.data != nullptr) check_again(x);
+  if (again) check_again(x);
   if (rows) {
     check_memory(x.publish.memory, x.push, x.collect);
     check_pushed(x.push, s, layer.dtype, layer.routing, x.push.y);

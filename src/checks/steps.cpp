@@ -100,10 +100,10 @@ void check(DownGradient const& x) {
   require(x.low_rank.rank == 0 || x.db_down.data == nullptr,
           "db_down: expected null with a low-rank term, got a pointer");
   check_optional_rows(x.h_again, s.rows(), width(s, gated), "h_again");
-  if (x.h_again.data != nullptr) {
-    check_size(x.h_rows, 0, s.rows(), "h_rows");
-    check_pointer(x.needed, true, "needed");
-  }
+  bool const again = x.h_again.data != nullptr;
+  check_size(x.h_rows, again ? 0 : -1, again ? s.rows() : -1, "h_rows");
+  require(again == (x.needed != nullptr), "needed: expected ",
+          again ? "a pointer with h_again, got null" : "null without h_again, got a pointer");
   if (!wants_biases(x)) return;
   check_gradient_dtype(x.db_dtype, x.dtype, "db_dtype");
   check_optional_rows(x.db_up, s.experts, width(s, gated), "db_up");

@@ -44,7 +44,7 @@ void down_gradient(DownGradient const& x, Queue queue) {
                          .activation = x.activation,
                          .h = x.h,
                          .h_again = x.h_again,
-                         .h_rows = x.h_again.data == nullptr ? s.rows() : x.h_rows,
+                         .h_rows = x.h_rows,
                          .needed = x.needed,
                          .dh = x.dh,
                          .scaled = x.a_scaled,

@@ -52,9 +52,9 @@ struct UpProduct {
       w[2];        // (E, n, k): gate and up if halves; (E, 2n, k) if alternate; else the same twice
   ConstRows bias;  // (E, columns of h); null data: none
   Activation activation;
-  Rows h;              // (h_rows, n), or 2n where paired; null data: not wanted
-  int64_t h_rows = 0;  // fewer than `rows`: only where the groups have no more are they kept
-  Rows activated;      // (rows, n)
+  Rows h;               // (h_rows, n), or 2n where paired; null data: not wanted
+  int64_t h_rows = -1;  // tiles that end later are not kept; -1: rows
+  Rows activated;       // (rows, n)
   // Whether `activated` is read soon and then never again: tall products ask L2 to keep it.
   bool short_lived = false;
   LowRankOperand low_rank = {};
@@ -79,9 +79,9 @@ struct DownGradientProduct {
   float const* score = nullptr;  // (rows); null: 1
   Pairing pairing = Pairing::none;
   Activation activation;
-  ConstRows h;        // (h_rows, n), or 2n where paired
-  ConstRows h_again;  // (rows, n) or 2n, read where *needed > h_rows; null data: never
-  int64_t h_rows = 0;
+  ConstRows h;          // (h_rows, n), or 2n where paired
+  ConstRows h_again;    // (rows, n) or 2n, read where *needed > h_rows; null data: never
+  int64_t h_rows = -1;  // -1: rows
   int32_t const* needed = nullptr;
   Rows dh;                       // (rows, n), or 2n where paired
   Rows scaled;                   // (rows, n); null data: not wanted

@@ -48,7 +48,7 @@ void up_projection(UpProjection const& x, InForward const& forward, SharedUp con
               .bias = x.bias,
               .activation = x.activation,
               .h = x.h,
-              .h_rows = x.h_rows < 0 ? s.rows() : x.h_rows,
+              .h_rows = x.h_rows,
               .activated = x.a,
               .short_lived = forward.short_lived,
               .low_rank = low_rank_operand(x),

@@ -5,7 +5,7 @@ namespace guild::binding {
 
 MoeBackward backward_args(Place const& place, Layer const& layer, Routing const& routing,
                           Tensor const& dout, Tensor const& h, Weights const& w,
-                          MaybeTensor const& b_down) {
+                          MaybeTensor const& b_down, int64_t h_rows) {
   Sizes const& s = layer.sizes;
   MoeBackward b;
   b.sizes = s;
@@ -14,7 +14,7 @@ MoeBackward backward_args(Place const& place, Layer const& layer, Routing const&
   b.order = layer.order;
   b.routing = routing;
   b.dout = place.rows(dout, "dout", layer.dtype, {s.tokens, s.hidden});
-  b.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
+  b.h = place.rows(h, "h", layer.dtype, {h_rows, layer.width()});
   b.w_up = as_const(up_weight_of(place, layer, w.up, w.gate, layer.dtype));
   b.w_down = down_weight_of(place, layer, w.down, layer.dtype);
   b.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
@@ -38,7 +38,8 @@ Tensor dscores_of(Place const& place, Layer const& layer, Slots const& slots, in
 
 BackwardCall backward_call(Place const& place, Layer const& layer, Routing const& routing,
                            Slots const& slots, Tensor const& dout, Tensor const& x, Tensor const& h,
-                           Weights const& w, MaybeTensor const& b_down, int64_t wanted) {
+                           Weights const& w, MaybeTensor const& b_down, int64_t wanted,
+                           int64_t h_rows) {
   Sizes const& s = layer.sizes;
   DType const dtype = layer.dtype;
   auto const fresh = [&](int64_t bit, Shape shape) {
@@ -57,7 +58,7 @@ BackwardCall backward_call(Place const& place, Layer const& layer, Routing const
               like(kDown, w.down, Layer::kDown),
               fresh(kUpBias, {s.experts, layer.width()}),
               fresh(kDownBias, {s.experts, s.hidden})};
-  MoeBackward b = backward_args(place, layer, routing, dout, h, w, b_down);
+  MoeBackward b = backward_args(place, layer, routing, dout, h, w, b_down, h_rows);
   b.x = place.rows(x, "x", dtype, {s.tokens, s.hidden});
   (wanted & kRows ? b.dx_rows : b.dx) = {g.dx.data_ptr(), 0};
   b.dscores = g.dscores.data_ptr();

@@ -19,7 +19,7 @@ enum Wanted : int64_t {
 // The arguments that all backward calls share; outputs and workspace are the caller's to set.
 MoeBackward backward_args(Place const& place, Layer const& layer, Routing const& routing,
                           Tensor const& dout, Tensor const& h, Weights const& w,
-                          MaybeTensor const& b_down);
+                          MaybeTensor const& b_down, int64_t h_rows);
 
 // dX as `wanted` has it: by token, by row, or empty.
 Tensor dx_of(Place const& place, Layer const& layer, Routing const& routing, int64_t wanted);
@@ -29,14 +29,15 @@ struct Gradients {
   Tensor dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down;
 };
 
-// A call into new tensors, without its workspace.
+// A call into new tensors, without its workspace. h_rows: of h.
 struct BackwardCall {
   Gradients gradients;
   MoeBackward args;
 };
 BackwardCall backward_call(Place const& place, Layer const& layer, Routing const& routing,
                            Slots const& slots, Tensor const& dout, Tensor const& x, Tensor const& h,
-                           Weights const& w, MaybeTensor const& b_down, int64_t wanted);
+                           Weights const& w, MaybeTensor const& b_down, int64_t wanted,
+                           int64_t h_rows);
 
 // Sets the caller's gradients of biases, both of one dtype; returns false if none is wanted.
 template <class Args>

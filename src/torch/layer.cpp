@@ -68,7 +68,8 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
                        Slots const& slots, Tensor const& dout, Tensor const& x, Tensor const& h,
                        Weights const& w, MaybeTensor const& b_down, int64_t wanted) {
   Tensor const dout_rows = place.aligned(dout);
-  auto [g, b] = backward_call(place, layer, routing, slots, dout_rows, x, h, w, b_down, wanted);
+  auto [g, b] = backward_call(place, layer, routing, slots, dout_rows, x, h, w, b_down, wanted,
+                              layer.sizes.rows());
   bool const combined = routing.row_token != nullptr;
   Tensor const workspace = place.workspace(
       moe_backward_workspace_bytes(layer.sizes, layer.dtype, layer.activation.gated,
@@ -208,8 +209,8 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
   Tensor a_scaled = place.empty({s.rows(), s.intermediate}, layer.dtype);
   Tensor const dout_rows = place.aligned(dout);
-  MoeBackward b =
-      backward_args(place, layer, routing, dout_rows, h, {w_up, w_gate, w_down}, b_down);
+  MoeBackward b = backward_args(place, layer, routing, dout_rows, h, {w_up, w_gate, w_down}, b_down,
+                                layer.sizes.rows());
   (wanted & kRows ? b.dx_rows : b.dx) = {dx.data_ptr(), 0};
   b.dscores = dscores.data_ptr();
   b.dh = {dh.data_ptr(), 0};

@@ -89,8 +89,7 @@ PushScores push_scores_of(Pull const& pull, DType score, void const* scores) {
 }
 
 // The up projection that recomputes h.
-UpProjection again_of(Layer const& layer, Routing const& routing, MoeForward const& forward,
-                      Tensor const& h) {
+UpProjection again_of(Layer const& layer, Routing const& routing, MoeForward const& forward) {
   return {.sizes = layer.sizes,
           .dtype = layer.dtype,
           .activation = layer.activation,
@@ -99,19 +98,8 @@ UpProjection again_of(Layer const& layer, Routing const& routing, MoeForward con
           .x = forward.x,
           .w_up = forward.w_up,
           .bias = forward.b_up,
-          .h = {h.data_ptr(), 0},
+          .h = {},
           .a = {}};
-}
-
-// Lets backward compute pre-activations again: always, or where h, which has kept some, has not
-// all.
-void set_again(PeerBackward& b, Place const& place, Layer const& layer, UpProjection const& again,
-               Tensor const& h, Tensor const& offsets) {
-  b.again = again;
-  b.kept_rows = height_of(h, "h");
-  if (b.kept_rows == 0) return;
-  b.layer.h = place.rows(h, "h", layer.dtype, {b.kept_rows, layer.width()});
-  b.again_offsets = static_cast<int32_t*>(offsets.data_ptr());
 }
 
 // Both barriers of a pass.
@@ -215,13 +203,12 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
       backward_routing(place, layer, slots, offsets, row_token, slot_row, row_score);
   place.rows(dout, "dout", dtype, {tokens, s.hidden});
   Weights const w{w_up, w_gate, w_down};
-  bool const again = height_of(h, "h") < s.rows(), wants_rows = wanted & kRows,
-             wants_scores = wanted & kScores;
-  Tensor const made = again ? place.empty({s.rows(), layer.width()}, dtype) : h;
+  int64_t const kept = std::min(height_of(h, "h"), s.rows());
+  bool const again = kept < s.rows(), wants_rows = wanted & kRows, wants_scores = wanted & kScores;
   Tensor const again_offsets = place.empty_int32({again ? s.experts + 1 : 0});
   Tensor const pulled = place.empty({s.tokens, s.hidden}, dtype), counter = place.empty_int32({1});
-  auto [g, args] = backward_call(place, layer, routing, slots, pulled, rows, made, w, b_down,
-                                 wanted & ~int64_t(kX));
+  auto [g, args] = backward_call(place, layer, routing, slots, pulled, rows, h, w, b_down,
+                                 wanted & ~int64_t(kX), kept);
   Tensor dx = place.empty({wants_rows ? tokens : 0, s.hidden}, dtype);
   Tensor dscores = place.empty({wants_scores ? tokens : 0, top_k}, score);
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
@@ -236,8 +223,10 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   place.indices(by_slot, "by_slot", {s.tokens, top_k});
   b.pull = pull_of(m, by_slot, pulled, dtype);
   if (again) {
-    auto const forward = forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr);
-    set_again(b, place, layer, again_of(layer, routing, forward, made), h, again_offsets);
+    b.kept_rows = kept;
+    b.again_offsets = static_cast<int32_t*>(again_offsets.data_ptr());
+    b.again = again_of(layer, routing,
+                       forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr));
   }
   b.push = push_of(m, s, dtype, routing.slot_row, place.indices(counts, "counts", {m.ranks}));
   b.push.y = args.dx_rows;

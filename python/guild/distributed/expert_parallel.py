@@ -92,7 +92,8 @@ class ExpertParallel:
         had max_tokens tokens and every rank's experts equally many rows. Where more come, the
         result is NaN on all ranks and the next call raises. Default: room for any routing, which
         is `size` times as many. With more than two ranks, pre-activations are then kept only where
-        no more than twice as many come, else backward computes them again, as with `recompute`.
+        no more than twice as many come, else backward computes them again, as with `recompute`;
+        with lists of weights, LoRA, weight_gradients and exact=True always.
 
     Attributes
     ----------

@@ -26,6 +26,7 @@ _BEYOND = "tokens beyond max_tokens"
 # Without a capacity, pre-activations are kept for so many times the rows of balanced routing. Room
 # for any routing is as many times as there are ranks: too much to keep for more than two.
 _KEPT = 2
+_FEW_ROWS = 4096  # of any routing; all are kept
 
 
 class Peers:
@@ -77,7 +78,10 @@ class Peers:
 
     def kept_rows(self, top_k: int) -> int:
         """For how many rows a call may keep the pre-activations."""
-        return self._times_even(_KEPT if self.capacity is None else self.capacity, top_k)
+        if self.capacity is not None:
+            return self._times_even(self.capacity, top_k)
+        every = self._times_even(self.ranks.size, top_k)
+        return every if every <= _FEW_ROWS else self._times_even(_KEPT, top_k)
 
     def _times_even(self, times: float, top_k: int) -> int:
         """Of a rank's even share of rows; at most those of any routing."""
@@ -230,7 +234,9 @@ class Peers:
 
     def _raise(self, failure: int) -> NoReturn:
         _, rank, reporter, fact, rows = self._report.tolist()
-        step, call, by_rank = self._arrivals()
+        arrived = {reporter} if failure in (_LATE, _OVERFLOW) else {reporter, rank}
+        by_rank = self._arrivals(arrived)
+        step, call, *_ = by_rank.get(self.ranks.rank, by_rank[reporter])
         call = shown("call", call)
         where = f"in the {_STEPS[step]} of call {call}"
         if failure == _LATE:
@@ -250,12 +256,9 @@ class Peers:
             )
         names = ["step", *self._facts]
         if fact < 2:
-            other = reporter if rank == self.ranks.rank else rank
-            found = f": {where}, other than rank {other}"
-            if other in by_rank:
-                steps = {r: (_STEPS[w[0]], shown("call", w[1])) for r, w in sorted(by_rank.items())}
-                found = ", got " + per_rank({r: f"{s} of call {c}" for r, (s, c) in steps.items()})
-            self.ranks.end(RuntimeError, BACKWARD_ORDER + found)
+            steps = {r: (_STEPS[w[0]], shown("call", w[1])) for r, w in by_rank.items()}
+            found = per_rank({r: f"{name} of call {call}" for r, (name, call) in steps.items()})
+            self.ranks.end(RuntimeError, f"{BACKWARD_ORDER}, got {found}")
         try:
             expect_same(names[fact], {r: values[fact] for r, values in by_rank.items()})
         except ValueError as error:
@@ -266,14 +269,19 @@ class Peers:
             f"rank {rank}",
         )
 
-    def _arrivals(self) -> tuple[int, int, dict[int, list[int]]]:
-        """Step and call of the last barrier, and the words of the ranks that arrived there."""
+    def _arrivals(self, ranks: set[int]) -> dict[int, list[int]]:
+        """The words of the ranks that have arrived in the barrier that failed.
+
+        ranks: some that have. This rank may still be in the barrier before it.
+        """
         control = self.memory.control()
-        number = int(control[0])
-        inbox = control[16:].view(2, -1, 16)[number % 2, : self.ranks.size].tolist()
-        by_rank = {r: words for r, words in enumerate(inbox) if words[-1] == number}
-        step, call = by_rank.get(self.ranks.rank, inbox[self.ranks.rank])[:2]
-        return step, call, by_rank
+        inbox, last = control[16:].view(2, -1, 16), int(control[0])
+        for number in (last + 1, last):
+            words = inbox[number % 2, : self.ranks.size].tolist()
+            by_rank = {r: word for r, word in enumerate(words) if word[-1] == number}
+            if ranks <= by_rank.keys():
+                return by_rank
+        return {r: words[r] for r in ranks | {self.ranks.rank}}  # on its way to this rank
 
 
 def peers_of(

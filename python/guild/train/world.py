@@ -1,4 +1,6 @@
-"""The ranks of a `guild train` started by torchrun: which one writes, and when all stop."""
+"""The ranks of a `guild train` started by torchrun: what they can train, which one writes, and when
+all stop.
+"""
 
 from __future__ import annotations
 

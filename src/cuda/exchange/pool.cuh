@@ -1,7 +1,10 @@
 // The order in which warps take the tokens of all ranks.
 #pragma once
+#include <algorithm>
+
 #include "guild/error.h"
 #include "guild/exchange.h"
+#include "shared/tiles.h"
 
 namespace guild::cuda {
 
@@ -21,6 +24,31 @@ struct PoolToken {
     return int((m.ranks - (others ? 1 : 0)) * m.tokens);  // check() ensures that it fits
   }
   __device__ int64_t place(PeerMemory const& m) const { return source * m.tokens + token; }
+};
+
+// How a kernel's warps share tokens. Where there are fewer tokens than warps, several warps take a
+// part of a token each, and they are spread over the multiprocessors.
+struct Shares {
+  int parts = 1;        // of a token
+  int per = 0;          // of the `pieces` of a token: those of a part, the last one may have fewer
+  bool spread = false;  // whether neighbouring shares belong to different blocks
+  int blocks = 1;
+
+  static Shares of(int64_t tokens, int pieces, int warps, int multiprocessors) {
+    int64_t const all = int64_t(warps) * multiprocessors;
+    int const most = int(std::clamp<int64_t>(tokens > 0 ? all / tokens : 1, 1, pieces));
+    Shares s;
+    s.per = int(ceil_div(pieces, most)), s.parts = int(ceil_div(pieces, s.per));
+    int64_t const shares = tokens * s.parts;
+    s.spread = shares < all;
+    s.blocks = int(std::min<int64_t>(s.spread ? shares : ceil_div(shares, warps), multiprocessors));
+    return s;
+  }
+  // The first share of a warp of this block; the next one is gridDim.x * warps further.
+  __device__ int first(int warps) const {
+    int const warp = int(threadIdx.x) / 32, block = int(blockIdx.x);
+    return spread ? warp * int(gridDim.x) + block : block * warps + warp;
+  }
 };
 
 // Warps count tokens in 32 bits, and take a step beyond the last one.

@@ -22,6 +22,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kPullThreads = 1024, kPullWarps = kPullThreads / 32;
+constexpr int kPieceUnits = 128;  // of 16 bytes: of a row, what a warp loads at once
 
 // kAtOnce: 16-byte words that a lane loads before it stores them.
 template <int kAtOnce>
@@ -105,29 +106,33 @@ __device__ unsigned least_expert(Pull const& x, int64_t place) {
   return least;
 }
 
-// A warp for a row at a time.
-__global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout layout) {
+// A warp for a row at a time, or for a part of one.
+__global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout layout,
+                                                            Shares shares) {
   PeerMemory const& m = x.memory;
   PeerControl const* const own = PeerView(layout, m, m.rank).control();
   bool const failed = own->failure != 0, others = x.part == Part::rest;
   int64_t const from_place = layout.rows + last_place(own) * layout.rows_bytes;
-  int const rows = PoolToken::count(m, others), step = int(gridDim.x) * kPullWarps;
-  int const units = int(x.row_bytes / 16);
-  int i = int(blockIdx.x) * kPullWarps + int(threadIdx.x) / 32;
-  if (i >= rows) return;
-  unsigned lane_least = least_expert(x, PoolToken(m, i, others).place(m));
-  for (; i < rows; i += step) {
-    PoolToken const at(m, i, others);
+  int const count = PoolToken::count(m, others) * shares.parts;
+  int const step = int(gridDim.x) * kPullWarps, units = int(x.row_bytes / 16);
+  int i = shares.first(kPullWarps);
+  if (i >= count) return;
+  auto const token_of = [&](int share) { return PoolToken(m, share / shares.parts, others); };
+  unsigned lane_least = least_expert(x, token_of(i).place(m));
+  for (; i < count; i += step) {
+    PoolToken const at = token_of(i);
     unsigned const least = __reduce_min_sync(~0u, lane_least);
-    lane_least = least_expert(x, PoolToken(m, min(i + step, rows - 1), others).place(m));
+    lane_least = least_expert(x, token_of(min(i + step, count - 1)).place(m));
     bool const first = at.source == int(m.rank) || least < unsigned(x.first_experts);
     if (x.part != Part::whole && first != (x.part == Part::first)) continue;
-    char* const to = static_cast<char*>(x.rows) + at.place(m) * x.row_bytes;
+    int const begin = i % shares.parts * shares.per * kPieceUnits;
+    int const part = min(units - begin, shares.per * kPieceUnits);
+    char* const to = static_cast<char*>(x.rows) + at.place(m) * x.row_bytes + begin * 16;
     if (int(least) >= 0 && !failed) {
       char const* const from = static_cast<char const*>(m.peers[at.source]) + from_place;
-      copy_row<4>(to, from + at.token * x.row_bytes, units);
+      copy_row<4>(to, from + at.token * x.row_bytes + begin * 16, part);
     } else {
-      fill_row(to, units, failed ? ~0u : 0u);
+      fill_row(to, part, failed ? ~0u : 0u);
     }
   }
 }
@@ -180,13 +185,14 @@ void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
   require_runnable(x);
   int64_t const rows = x.memory.ranks * x.memory.tokens;
   if (rows == 0) return;
-  int64_t const blocks = std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue));
+  int const pieces = int(ceil_div(x.row_bytes, kPieceUnits * 16));
+  Shares const shares = Shares::of(rows, pieces, kPullWarps, multiprocessors(queue));
   cuda_check(launch_kernel(pull_kernel,
-                           {.blocks = unsigned(blocks),
+                           {.blocks = unsigned(shares.blocks),
                             .threads = kPullThreads,
                             .stream = queue.stream,
                             .begun = begun},
-                           x, layout_of(x.memory)),
+                           x, layout_of(x.memory), shares),
              "launch of pull");
 }
 

@@ -2,7 +2,8 @@
 //
 //   out[t] = sum over k of score[p, k] * y[row_of[p, k]], in the order of k, fp32
 //
-// A warp takes a token, 1,024 bytes of its rows at a time. TMA copies these to the warp's part of
+// A warp takes a token or, where there are few, a part of its columns; 1,024 bytes of its rows at a
+// time. TMA copies these to the warp's part of
 // shared memory, a few steps ahead of the additions and on into the next token. So a multiprocessor
 // has more bytes in flight than registers could hold, and issues little but the additions
 // themselves.
@@ -86,11 +87,12 @@ __device__ void push_many(Push const& x, T* out, T const* y, int64_t stride, int
 
 // A token of at most 32 slots and which of its pieces come next.
 struct Walk {
-  int i = 0;           // the token's number; none: that of all tokens
+  int i = 0;           // the share's number; none: that of all shares
   unsigned there = 0;  // slots that have a row here
   int row = -1;        // of this lane's slot
   float score = 0;
   int piece = 0, first = 0;  // of the pieces: which of a row, and from which row on
+  int begin = 0, end = 0;    // of the share
 
   __device__ int rows() const { return __popc(there); }
   __device__ int count() const { return min(kMost, rows() - first); }
@@ -104,35 +106,46 @@ struct Walk {
 template <class T>
 class Tokens {
  public:
-  __device__ Tokens(Push const& x, PeerLayout const& layout, T const* y, int64_t stride)
+  __device__ Tokens(Push const& x, PeerLayout const& layout, Shares const& shares, T const* y,
+                    int64_t stride)
       : x_(x),
         layout_(layout),
+        shares_(shares),
         y_(y),
         stride_(stride),
-        count_(PoolToken::count(x.memory, /*others=*/false)),
+        pieces_(ceil_div(int(x.hidden) * 2, kPiece)),
+        count_(PoolToken::count(x.memory, /*others=*/false) * shares.parts),
         step_(int(gridDim.x) * kWarps),
         rest_from_(x.part == Part::whole ? 0 : *x.rest_from),
-        next_(int(blockIdx.x) * kWarps + int(threadIdx.x) / 32),
-        coming_(x, min(next_, count_ - 1)) {}
+        next_(shares.first(kWarps)),
+        coming_(x, min(next_, count_ - 1) / shares.parts) {}
 
-  // The next token of this part that has rows here. Those with more than 32 slots, which all are of
-  // the rest, are summed right here.
+  // The share of the next token that has rows here, in the call's part of the tokens. Those with
+  // more than 32 slots, which are all among the rest, are summed right here.
   __device__ Walk next() {
     while (next_ < count_) {
       TokenSlots token = coming_;
       int const i = next_;
       next_ += step_;
-      coming_ = TokenSlots(x_, min(next_, count_ - 1));  // loaded while this one is added
+      // Loaded while this one is added.
+      coming_ = TokenSlots(x_, min(next_, count_ - 1) / shares_.parts);
       unsigned const there = __ballot_sync(~0u, token.row >= 0);
       bool const many = token.slots.end - token.slots.begin > 32;
       if (x_.part != Part::whole) {
         bool const rest = many || __any_sync(~0u, token.row >= rest_from_);
         if (rest != (x_.part == Part::rest)) continue;
       }
+      int const begin = i % shares_.parts * shares_.per;
       if (many) {
-        push_many(x_, out_of(token.at), y_, stride_, int(x_.hidden / 8), token);
+        if (begin == 0) push_many(x_, out_of(token.at), y_, stride_, int(x_.hidden / 8), token);
       } else if (there != 0) {
-        return {.i = i, .there = there, .row = token.row, .score = token.score};
+        return {.i = i,
+                .there = there,
+                .row = token.row,
+                .score = token.score,
+                .piece = begin,
+                .begin = begin,
+                .end = min(begin + shares_.per, pieces_)};
       }
     }
     return {.i = count_};
@@ -144,15 +157,16 @@ class Tokens {
     return reinterpret_cast<T*>(peer.returned()) + to * x_.hidden;
   }
   __device__ T* out_of(Walk const& walk) const {
-    return out_of(PoolToken(x_.memory, walk.i, /*others=*/false));
+    return out_of(PoolToken(x_.memory, walk.i / shares_.parts, /*others=*/false));
   }
 
  private:
   Push const& x_;
   PeerLayout const& layout_;
+  Shares const& shares_;
   T const* y_;
   int64_t stride_;
-  int count_, step_, rest_from_, next_;
+  int pieces_, count_, step_, rest_from_, next_;
   TokenSlots coming_;
 };
 
@@ -225,7 +239,7 @@ struct Ring {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout layout,
+__global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout layout, Shares shares,
                                                            int64_t stride) {
   extern __shared__ __align__(128) unsigned char memory[];
   Staging& staging = *reinterpret_cast<Staging*>(memory);
@@ -238,17 +252,17 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
   fence_barrier_init();
   __syncwarp();
   if (PeerView(layout, m, m.rank).control()->failure != 0) return;
-  int const row_bytes = int(x.hidden) * 2, pieces = ceil_div(row_bytes, kPiece);
+  int const row_bytes = int(x.hidden) * 2;
   T const* const y = static_cast<T const*>(x.y.data);
-  Tokens<T> tokens(x, layout, y, stride);
+  Tokens<T> tokens(x, layout, shares, y, stride);
   Ring ring{staging.pieces[warp], staging.arrived[warp], staging.added[warp]};
   Walk adding = tokens.next(), copying = adding;
   Eight sum[kOfLane] = {};
   while (tokens.has(adding)) {
-    while (tokens.has(copying) && copying.piece < pieces && ring.fits(copying.count())) {
+    while (tokens.has(copying) && copying.piece < copying.end && ring.fits(copying.count())) {
       ring.copy(copying, y, stride, row_bytes);
       copying.step();
-      if (copying.piece == pieces && copying.i == adding.i) copying = tokens.next();
+      if (copying.piece == copying.end && copying.i == adding.i) copying = tokens.next();
     }
     ring.template add<T>(adding, sum);
     int const piece = adding.piece;
@@ -261,10 +275,10 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
       if (piece * kPiece + column * 2 < row_bytes) store_eight(out + column, sum[u]);
       sum[u] = {};
     }
-    if (adding.piece < pieces) continue;
-    adding = copying;  // already another token, or none
-    adding.piece = adding.first = 0;
-    if (copying.piece == pieces) copying = tokens.next();
+    if (adding.piece < adding.end) continue;
+    adding = copying;  // already another share, or none
+    adding.piece = adding.begin, adding.first = 0;
+    if (copying.piece == copying.end) copying = tokens.next();
   }
 }
 
@@ -272,8 +286,9 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
 
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun) {
   int64_t const tokens = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
-  int64_t const blocks = std::min<int64_t>(ceil_div(tokens, kWarps), multiprocessors(queue));
-  Launch const launch{.blocks = unsigned(blocks),
+  int const pieces = int(ceil_div(x.hidden * 2, kPiece));
+  Shares const shares = Shares::of(tokens, pieces, kWarps, multiprocessors(queue));
+  Launch const launch{.blocks = unsigned(shares.blocks),
                       .threads = kThreads,
                       .bytes = kBytes,
                       .stream = queue.stream,
@@ -282,7 +297,8 @@ void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun) {
     auto const kernel = push_kernel<decltype(element)>;
     static AllowedOn allowed;
     allow_shared_memory(kernel, kBytes, allowed, "shared memory of push");
-    cuda_check(launch_kernel(kernel, launch, x, layout_of(x.memory), stride), "launch of push");
+    cuda_check(launch_kernel(kernel, launch, x, layout_of(x.memory), shares, stride),
+               "launch of push");
   });
 }
 

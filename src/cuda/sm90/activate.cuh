@@ -11,6 +11,7 @@ namespace guild::cuda {
 template <class T, StaticActivation known>
 struct Activate {
   RowOutput<T> h;  // absent in inference; columns = I in two halves, 2I interleaved, or I
+  int h_rows;      // tiles that end later are not kept
   RowOutput<T> a;  // columns = I
   Bias<T> bias;    // (E, W), ordered as h
   ActivationOf<float> activation;
@@ -103,6 +104,7 @@ struct Activate {
                         int thread) const {
     bool const halves = pairing == Pairing::halves;
     boxes.put<T>(sums, 2, thread, [&] {
+      if (tile.row + tile.rows > h_rows) return;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int const col = tile.col + (halves ? 64 * half : 128 * half + 64 * i);

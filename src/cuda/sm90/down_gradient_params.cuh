@@ -18,7 +18,7 @@ typename Kernel::Params down_gradient_params(DownGradientProduct const& x) {
   params.load.b =
       weight_loader<T, c, major>(x.w, x.w, x.groups.groups, x.n, x.k, false, INT32_MAX, "w_down");
   auto& out = params.epilogue;
-  out.h = row_map<T>(x.h, x.h_rows, width, halves, 64, "h");
+  out.h = row_map<T>(x.h, x.h_rows < 0 ? x.rows : x.h_rows, width, halves, 64, "h");
   if (x.h_again.data != nullptr) {
     out.h_again = row_map<T>(x.h_again, x.rows, width, halves, 64, "h_again");
     out.needed = x.needed;

@@ -20,9 +20,8 @@ typename Kernel::Params up_params(UpProduct const& x) {
   params.load.b = weight_loader<T, c, major>(x.w[0], x.w[1], x.groups.groups, columns, x.k, halves,
                                              INT32_MAX, "w_up");
   auto& out = params.epilogue;
-  // A box ends at coordinate h_rows at most, so that tiles that end later are left out.
-  int64_t const h_rows = x.h_rows < x.rows ? x.h_rows - 63 : x.rows;
-  out.h = row_output<T>(x.h, h_rows, columns, count, "h");
+  out.h_rows = int(x.h_rows < 0 ? x.rows : x.h_rows);
+  out.h = row_output<T>(x.h, out.h_rows, columns, count, "h");
   out.a = row_output<T>(x.activated, x.rows, x.n, 1, "a");
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, columns * count)};
   out.activation = activation_in<float>(x.activation);

@@ -112,6 +112,7 @@ TEST(Check, UpProjection) {
   expect_up_weight(wrong);
   wrong.optional_rows("bias", &UpProjection::bias, 16);
   wrong.optional_rows("h", &UpProjection::h, 16);
+  wrong.size("h_rows", &UpProjection::h_rows, -1, 8);
   wrong.rows("a", &UpProjection::a, 8, 8);
   expect_low_rank(wrong, "low_rank.b.gate", 8);
   wrong.expect("low_rank.b.up: expected 2 matrices of 8 x 4, got null", [](auto& x) {
@@ -158,6 +159,16 @@ TEST(Check, DownGradient) {
   wrong.rows("dout", &DownGradient::dout, 4, 16);
   wrong.weight("w_down", &DownGradient::w_down, 16, 8);
   wrong.rows("h", &DownGradient::h, 8, 16);
+  wrong.expect(
+      "h_again: expected a row stride of at least its width 16, or 0 for packed rows, got 15",
+      [](auto& x) { x.h_again = {x.h.data, 15}, x.needed = x.routing.offsets; });
+  wrong.expect("h_rows: expected 0 to 8, got -1",
+               [](auto& x) { x.h_again = x.h, x.needed = x.routing.offsets; });
+  wrong.expect("h_rows: expected -1 to -1, got 4", [](auto& x) { x.h_rows = 4; });
+  wrong.expect("needed: expected a pointer with h_again, got null",
+               [](auto& x) { x.h_again = x.h, x.h_rows = 8; });
+  wrong.expect("needed: expected null without h_again, got a pointer",
+               [](auto& x) { x.needed = x.routing.offsets; });
   wrong.rows("dh", &DownGradient::dh, 8, 16);
   wrong.optional_rows("a_scaled", &DownGradient::a_scaled, 8);
   wrong.expect("db_dtype: expected float16 or float32, got bfloat16",

@@ -170,6 +170,12 @@ TEST(CheckExchange, Push) {
   wrong.rows("y", &Push::y, 8, 16);
   wrong.pointer("row_of", &Push::row_of);
   wrong.pointer("tokens", &Push::tokens);
+  wrong.expect("part: expected 0 (whole), 1 (first) or 2 (rest), got 7",
+               [](Push& x) { x.part = Part(7); });
+  wrong.expect("part: expected 0 (whole) by slot, got 1", [](Push& x) {
+    x.part = Part::first, x.by_slot = true, x.scores = nullptr, x.rest_from = x.row_of;
+  });
+  wrong.expect("rest_from: expected a pointer, got null", [](Push& x) { x.part = Part::rest; });
 }
 
 TEST(CheckExchange, Collect) {
@@ -313,6 +319,7 @@ TEST(CheckExchange, PeerForward) {
   wrong.expect("push.tokens: expected the memory of tables.tokens", [](F& x) { ++x.push.tokens; });
   wrong.expect("collect.token_row: expected the memory of publish.token_row",
                [](F& x) { ++x.collect.token_row; });
+  wrong.expect("kept_rows: expected -1 to 16, got 17", [](F& x) { x.kept_rows = 17; });
   auto const with_room = [](F& x, int64_t capacity, int64_t after) {
     static Sort sort;
     sort = *x.layer.sort, sort.room = x.layer.sizes.room = 5;
@@ -343,25 +350,31 @@ TEST(CheckExchange, PeerBackward) {
                [](B& x) { x.layer.dh = x.layer.a_scaled = x.layer.dx_rows; });
   wrong.expect(
       "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 7", [](B& x) {
-        x.again.h = x.layer.dx_rows, x.again.sizes = x.layer.sizes, x.again.dtype = DType(7);
+        x.again.x = x.layer.x, x.again.sizes = x.layer.sizes, x.again.dtype = DType(7);
       });
   auto const again = [&](char const* message, auto spoil) {
     wrong.expect(message, [=](B& x) {
       UpProjection& up = x.again;
       up.sizes = x.layer.sizes, up.dtype = x.layer.dtype, up.activation = x.layer.activation;
       up.order = x.layer.order, up.routing = x.layer.routing, up.x = x.layer.x;
-      up.w_up = x.layer.w_up, up.h = {const_cast<void*>(x.layer.h.data), 0};
-      spoil(up);
+      up.w_up = x.layer.w_up;
+      spoil(x);
     });
   };
   again("again.sizes.intermediate: expected 8 (intermediate of the layer), got 1024",
-        [](UpProjection& up) { up.sizes.intermediate = 1024; });
+        [](B& x) { x.again.sizes.intermediate = 1024; });
   again("again.dtype: expected bfloat16 like the layer, got float16",
-        [](UpProjection& up) { up.dtype = DType::float16; });
-  again("again.h: expected the memory of layer.h",
-        [](UpProjection& up) { up.h.data = static_cast<char*>(up.h.data) + 8; });
+        [](B& x) { x.again.dtype = DType::float16; });
+  again("again: expected null h and a because they lie in the workspace",
+        [](B& x) { x.again.h.data = x.layer.workspace; });
+  again("again.h_rows: expected -1, got 3", [](B& x) { x.again.h_rows = 3; });
+  again("kept_rows: expected 0 to 16, got 17", [](B& x) { x.kept_rows = 17; });
+  again("again_offsets: expected a pointer, got null", [](B& x) { x.kept_rows = 5; });
   again("again.routing.row_token: expected the memory of layer.routing.row_token",
-        [](UpProjection& up) { ++up.routing.row_token; });
+        [](B& x) { ++x.again.routing.row_token; });
+  wrong.expect("push.part: expected 0 (whole), got 2", [](B& x) {
+    x.push.part = Part::rest, x.push.rest_from = x.publish.ids == nullptr ? x.pull.ids : nullptr;
+  });
   wrong.expect("push.y: expected the memory of layer.dx_rows", [](B& x) { x.push.y = x.pull.ids; });
   wrong.expect("scores.scores: expected the memory of layer.dscores",
                [](B& x) { x.scores.scores = x.pull.ids; });

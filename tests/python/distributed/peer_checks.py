@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 SMALL = Sizes(8, 3, 64, 48)
 LARGE = Sizes(16, 4, 2048, 512)  # with LARGE_TOKENS, rows come during products on a GPU
 LARGE_TOKENS = 4096
-WIDE = Sizes(8, 1, 7168, 1024)  # with twice as many, sums are also sent during products
+WIDE = Sizes(16, 1, 7168, 1024)  # with twice as many, sums are also sent during products
 MANY = Sizes(32, 24, 264, 16), Sizes(96, 40, 64, 16)  # choices of a token
 
 

@@ -65,10 +65,10 @@ class Alone:
         found = ops.peer_backward(*self.barriers(), t["dout"], *kept, *weights, *self.flags, wanted)
         return [found[i] for i in (0, 1, 2, 4, 5, 6)]
 
-    def results(self, room: int = -1, **changed: Tensor) -> list[Tensor]:
+    def results(self, room: int = -1, kept: int = ALL, **changed: Tensor) -> list[Tensor]:
         """The output and all gradients."""
-        out, *kept, _ = self.forward(room, **changed)
-        return [out, *self.backward(kept, **changed)]
+        out, *rest, _ = self.forward(room, kept, **changed)
+        return [out, *self.backward(rest, **changed)]
 
     def rows(self) -> int:
         """How many the experts have: fewer than there are slots."""
@@ -135,6 +135,24 @@ def test_kept_pre_activations(device: str) -> None:
         h.fill_(float("nan"))
         dx = rank.backward(kept)[0]
         assert bool(dx.isnan().any()) == (count >= rows)
+
+
+def test_kept_pre_activations_in_a_graph(gpu: str) -> None:
+    """How many rows the experts have may change from replay to replay."""
+    rank = Alone("cuda")
+    ids, rows = rank.layer.ids.clone(), rank.rows()
+    rank.results(kept=rows)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        found = rank.results(kept=rows)
+    more, fewer = ids.clamp(0, SMALL.experts - 1), ids.clone()
+    fewer[:5] = -1
+    for new in (ids, more, fewer, more, ids):
+        rank.layer.ids.copy_(new)
+        graph.replay()
+        replayed = [t.clone() for t in found]
+        expect_equal(replayed, rank.results())
+    assert not rank.report.any()
 
 
 def test_kept_is_a_count(device: str) -> None:

@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 LARGE = Sizes(4096, 16, 4, 2048, 512)  # rows come during products
-WIDE = Sizes(8192, 8, 1, 7168, 1024)  # sums are sent during products, too
+WIDE = Sizes(8192, 16, 1, 7168, 1024)  # sums are sent during products, too
 FLAGS = LayerFlags(*as_activation("silu").scalars, False, False)
 
 

@@ -55,7 +55,7 @@ bool serves_tall(RowProduct const& x) {
 }
 
 bool serves_few_tokens(UpProduct const& x) {
-  bool const able = x.h.data == nullptr || x.h_rows >= x.rows;
+  bool const able = x.h.data == nullptr || x.h_rows < 0 || x.h_rows == x.rows;
   return able && x.groups.groups <= kMostRouted && are_few(x.rows, x.groups.groups, x.n, x.k);
 }
 
