@@ -214,7 +214,6 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
       s, dtype, gated, /*combines=*/false, wanted & (kUpBias | kDownBias)));
   args.workspace = workspace.data_ptr();
-
   Published const published = publish_of(place, m, dout, std::nullopt, std::nullopt, 1);
   PeerBackward b{.publish = published.args};
   b.layer = args;
@@ -225,8 +224,8 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   if (again) {
     b.kept_rows = kept;
     b.again_offsets = static_cast<int32_t*>(again_offsets.data_ptr());
-    b.again = again_of(layer, routing,
-                       forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr));
+    auto const forward = forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr);
+    b.again = again_of(layer, routing, forward);
   }
   b.push = push_of(m, s, dtype, routing.slot_row, place.indices(counts, "counts", {m.ranks}));
   b.push.y = args.dx_rows;

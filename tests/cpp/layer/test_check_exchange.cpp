@@ -172,9 +172,8 @@ TEST(CheckExchange, Push) {
   wrong.pointer("tokens", &Push::tokens);
   wrong.expect("part: expected 0 (whole), 1 (first) or 2 (rest), got 7",
                [](Push& x) { x.part = Part(7); });
-  wrong.expect("part: expected 0 (whole) by slot, got 1", [](Push& x) {
-    x.part = Part::first, x.by_slot = true, x.scores = nullptr, x.rest_from = x.row_of;
-  });
+  wrong.expect("part: expected 0 (whole) by slot, got 1",
+               [](Push& x) { x.part = Part::first, x.by_slot = true, x.scores = nullptr; });
   wrong.expect("rest_from: expected a pointer, got null", [](Push& x) { x.part = Part::rest; });
 }
 
@@ -349,9 +348,8 @@ TEST(CheckExchange, PeerBackward) {
   wrong.expect("layer.dh: expected null because the weight gradients are computed from it here",
                [](B& x) { x.layer.dh = x.layer.a_scaled = x.layer.dx_rows; });
   wrong.expect(
-      "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 7", [](B& x) {
-        x.again.x = x.layer.x, x.again.sizes = x.layer.sizes, x.again.dtype = DType(7);
-      });
+      "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 7",
+      [](B& x) { x.again.x = x.layer.x, x.again.sizes = x.layer.sizes, x.again.dtype = DType(7); });
   auto const again = [&](char const* message, auto spoil) {
     wrong.expect(message, [=](B& x) {
       UpProjection& up = x.again;
@@ -372,9 +370,8 @@ TEST(CheckExchange, PeerBackward) {
   again("again_offsets: expected a pointer, got null", [](B& x) { x.kept_rows = 5; });
   again("again.routing.row_token: expected the memory of layer.routing.row_token",
         [](B& x) { ++x.again.routing.row_token; });
-  wrong.expect("push.part: expected 0 (whole), got 2", [](B& x) {
-    x.push.part = Part::rest, x.push.rest_from = x.publish.ids == nullptr ? x.pull.ids : nullptr;
-  });
+  wrong.expect("push.part: expected 0 (whole), got 2",
+               [](B& x) { x.push.part = Part::rest, x.push.rest_from = x.pull.ids; });
   wrong.expect("push.y: expected the memory of layer.dx_rows", [](B& x) { x.push.y = x.pull.ids; });
   wrong.expect("scores.scores: expected the memory of layer.dscores",
                [](B& x) { x.scores.scores = x.pull.ids; });
