@@ -3,10 +3,9 @@
 //   out[t] = sum over k of score[p, k] * y[row_of[p, k]], in the order of k, fp32
 //
 // A warp takes a token or, where there are few, a part of its columns; 1,024 bytes of its rows at a
-// time. TMA copies these to the warp's part of
-// shared memory, a few steps ahead of the additions and on into the next token. So a multiprocessor
-// has more bytes in flight than registers could hold, and issues little but the additions
-// themselves.
+// time. TMA copies these to the warp's part of shared memory, a few steps ahead of the additions
+// and on into the next token. So a multiprocessor has more bytes in flight than registers could
+// hold, and issues little but the additions themselves.
 #include <algorithm>
 
 #include "cuda/alignment.h"

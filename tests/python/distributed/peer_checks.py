@@ -224,6 +224,15 @@ def two_layers(rank: int) -> None:
     expect_equal(kept, copies, rank)
 
 
+def another_group(rank: int) -> None:
+    """A layer may use another group of its ranks, for few tokens."""
+    kind = {"device": device(), "dtype": torch.bfloat16}
+    layer, x = guild.MoE(64, 48, 8, 3, expert_group=group_of("peer"), **kind), torch.randn(9, 64)
+    whole = layer(x.to(**kind))
+    layer.expert_group = group_of("peer", tokens=4)
+    torch.testing.assert_close(layer(x[:4].to(**kind)), whole[:4], rtol=2e-2, atol=2e-2)
+
+
 def too_many_rows(rank: int) -> None:
     """More rows than fit: a result of NaN, then an error on every rank."""
     cases = [(SMALL, MOST_TOKENS)]
@@ -380,6 +389,7 @@ CHECKS = (
     repeated_choices,
     same_as_one_process,
     two_layers,
+    another_group,
     too_many_rows,
     too_many_tokens,
     other_capacities,
