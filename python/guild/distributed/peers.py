@@ -16,7 +16,7 @@ from guild._torch.autograd import rows_of
 from guild._torch.operators import ops
 from guild.distributed.facts import room_facts, shown
 from guild.distributed.peer_memory import PeerMemory, Room, why_not
-from guild.distributed.ranks import BACKWARD_ORDER, Ranks, expect_same, per_rank
+from guild.distributed.ranks import BACKWARD_ORDER, Ranks, expect_same, where_ranks_are
 
 _LATE, _OVERFLOW = 1, 3  # guild::PeerFailure; 2: ranks differ
 _STEPS = ("forward", "forward's results", "backward", "backward's results", "wait")
@@ -256,8 +256,7 @@ class Peers:
             )
         names = ["step", *self._facts]
         if fact < 2:
-            steps = {r: (_STEPS[w[0]], shown("call", w[1])) for r, w in by_rank.items()}
-            found = per_rank({r: f"{name} of call {call}" for r, (name, call) in steps.items()})
+            found = where_ranks_are({r: (_STEPS[w[0]], w[1]) for r, w in by_rank.items()})
             self.ranks.end(RuntimeError, f"{BACKWARD_ORDER}, got {found}")
         try:
             expect_same(names[fact], {r: values[fact] for r, values in by_rank.items()})

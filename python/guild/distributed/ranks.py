@@ -361,20 +361,25 @@ def _store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def per_rank(values: dict[int, object]) -> str:
-    """What each rank has, in words."""
+def _by_rank(values: dict[int, object]) -> str:
     return ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+
+
+def where_ranks_are(calls: dict[int, tuple[str, int]]) -> str:
+    """The pass, and the number of its call, of each rank in words."""
+    return _by_rank(
+        {r: f"{name} of call {shown('call', call)}" for r, (name, call) in calls.items()}
+    )
 
 
 def _expect_same_pass(by_rank: list[list[int]], words: Sequence[int]) -> None:
     """Raise RuntimeError where these words differ, of which 0 is the pass and 1 its call."""
     if any(row[word] != by_rank[0][word] for row in by_rank for word in words):
-        passes = {r: (PASSES[row[0]], shown("call", row[1])) for r, row in enumerate(by_rank)}
-        found = per_rank({r: f"{name} of call {call}" for r, (name, call) in passes.items()})
+        found = where_ranks_are({r: (PASSES[row[0]], row[1]) for r, row in enumerate(by_rank)})
         if {row[0] for row in by_rank} == {_FORWARD, _CHOICE}:  # 2: the engine asked for
             engines = {r: repr(ENGINES[row[2]]) for r, row in enumerate(by_rank)}
             if len({*engines.values()}) > 1:
-                found += f"; engine is {per_rank(engines)}"
+                found += f"; engine is {_by_rank(engines)}"
         raise RuntimeError(f"{BACKWARD_ORDER}, got {found}")
 
 
@@ -383,5 +388,5 @@ def expect_same(name: str, by_rank: dict[int, int]) -> None:
     if len(set(by_rank.values())) > 1:
         found = {r: shown(name, value) for r, value in by_rank.items()}
         raise ValueError(
-            f"expert_group: expected the same call on every rank, got {name} {per_rank(found)}"
+            f"expert_group: expected the same call on every rank, got {name} {_by_rank(found)}"
         )

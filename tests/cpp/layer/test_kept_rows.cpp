@@ -7,15 +7,7 @@ namespace guild::test {
 
 namespace {
 
-class KeptRows : public LayerTest {
- protected:
-  // What `output` holds in the rows that experts have.
-  std::vector<double> used(Tensor const& output) {
-    auto values = output.get();
-    values.resize(layer().used() * output.cols());
-    return values;
-  }
-};
+class KeptRows : public LayerTest {};
 
 TEST_P(KeptRows, UpProjection) {
   Layer& l = layer();
@@ -38,14 +30,15 @@ TEST_P(KeptRows, UpProjection) {
                     .a = a.view()};
   step.w_up = {weights.view().gate, weights.view().up};
   l.device.run(step);
-  auto const whole = used(h), activated = used(a);
+  auto const whole = used_rows(h, "h"), activated = used_rows(a, "a");
   for (int64_t const rows : {l.used(), l.used() / 2, int64_t(0)}) {
     Tensor kept = l.output(rows, p.width());
     step.h = rows == 0 ? h.view() : kept.view();  // not null, so something is to be kept
     step.h_rows = rows;
     h.poison();
     run_twice(step, {&a});
-    EXPECT_TRUE(used(a) == activated) << "a differs with room for " << rows << " rows of h";
+    EXPECT_TRUE(used_rows(a, "a") == activated)
+        << "a differs with room for " << rows << " rows of h";
     kept.expect_untouched_from(rows, "h");
     if (rows == l.used()) {
       EXPECT_TRUE(kept.get() == whole) << "h differs where it just fits";
