@@ -4,6 +4,10 @@
 // Written once for both backends. Lines has
 //
 //   run(line, step[, room])  starts a step after all that the line has been given
+//   run(line, tables, sort)  the same for both; the link's line waits for the tables
+//   run_beside_last(line, sort)  the same for a sort that the main line's last step, a barrier,
+//   need
+//                            not precede
 //   run_beside(line, copy)   the same on a few multiprocessors; returns a mark of where it begins
 //   clear(scores)            clears this rank's returned scores, on the main line
 //   only_beyond(line, args)  makes the offsets of what is computed again
@@ -93,6 +97,12 @@ inline PeerLoad load_of(PeerMemory const& memory, Sizes const& s, DType dtype) {
           .inner = s.hidden};
 }
 
+inline UpProjection after_pull(UpProjection x) {
+  x.after_pull = true;
+  return x;
+}
+inline DownGradient const& after_pull(DownGradient const& x) { return x; }
+
 // Pulls the rows that `step` needs, then runs it. The link's line already waits for the main one.
 // after_side: whether the step also needs what the side line has been given.
 template <class Lines, class Step>
@@ -103,7 +113,7 @@ void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t firs
   if (first == experts) {
     lines.run(Line::main, pull, Room::whole);
     if (after_side) lines.wait(Line::main, ready);
-    return lines.run(Line::main, step, Room::whole);
+    return lines.run(Line::main, after_pull(step), Room::whole);
   }
   lines.run(Line::link, part_of(pull, Part::first, first), Room::whole);
   auto const arrived = lines.mark(Line::link);
@@ -130,11 +140,9 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.apart(first < experts || last > 0);
   lines.run(Line::main, f.publish);
   lines.wait(Line::side, lines.mark(Line::main));
-  if (f.own.offsets != nullptr) lines.run(Line::side, f.own);
   lines.run(Line::main, f.published);
-  lines.run(Line::main, f.tables);
-  lines.wait(Line::link, lines.mark(Line::main));
-  lines.run(Line::main, *layer.sort);
+  if (f.own.offsets != nullptr) lines.run_beside_last(Line::side, f.own);
+  lines.run(Line::main, f.tables, *layer.sort);
   UpProjection up = up_projection_of(layer, {w.a});
   up.h_rows = f.kept_rows;
   DownProjection const down = down_projection_of(layer, {w.a}, {w.y});

@@ -43,6 +43,10 @@ struct UpProjection {
   // Where h has memory for fewer than R rows: how many. If the experts have more, what is in h
   // counts for nothing. -1: R.
   int64_t h_rows = -1;
+  // Whether the previous step on the queue was the pull() of x (guild/exchange.h): w_up and the
+  // offsets may then be read while that still runs, which hides some of the load time where rows
+  // are few.
+  bool after_pull = false;
 };
 
 // Y = A W2^T + b2

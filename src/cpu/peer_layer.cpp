@@ -11,8 +11,11 @@ namespace {
 struct Lines {
   void run(Line, Publish const& x) { publish(x); }
   void run(Line, Meet const& x) { meet(x); }
-  void run(Line, Tables const& x) { tables(x); }
-  void run(Line, Sort const& x) { sort_by_expert(x); }
+  void run(Line, Tables const& x, Sort const& sort) {
+    tables(x);
+    sort_by_expert(sort);
+  }
+  void run_beside_last(Line, Sort const& x) { sort_by_expert(x); }
   void run(Line, Pull const& x, Room) { pull(x); }
   void run(Line, UpProjection const& x, Room) { up_projection(x); }
   void run(Line, DownProjection const& x, Room) { down_projection(x); }

@@ -63,6 +63,9 @@ struct UpProduct {
   Sort const* sort = nullptr;
   // The choice of the experts to sort, if the product is to make it too; null: it has been made.
   TokenChoice const* choice = nullptr;
+  // Whether only the rows of `a` came with the kernel launched right before: weights and groups may
+  // then be read while that still runs.
+  bool after_pull = false;
   SharedUp shared = {};  // only where fuses_shared_experts() says so
 };
 void up_product(UpProduct const& product, Queue const& queue);

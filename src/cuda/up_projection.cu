@@ -54,6 +54,7 @@ void up_projection(UpProjection const& x, InForward const& forward, SharedUp con
               .low_rank = low_rank_operand(x),
               .sort = forward.sort,
               .choice = forward.choice,
+              .after_pull = x.after_pull,
               .shared = shared},
              queue);
 }

@@ -19,8 +19,9 @@ inline constexpr uintptr_t kPeerAlignment = 16;  // bytes, of each rank's memory
 
 struct PeerMessage {
   int64_t facts[kMostFacts];
-  int64_t filler;
-  int64_t arrived;  // the barrier's number; written last
+  int64_t
+      digest;  // facts_digest(); 0: the rank has failed. Only on GPUs, in one store with the next
+  int64_t arrived;  // the barrier's number
 };
 
 struct PeerControl {
@@ -34,6 +35,16 @@ struct PeerControl {
 };
 // python/guild/distributed/peer_memory.py reads them.
 static_assert(sizeof(PeerMessage) == 128 && offsetof(PeerControl, inbox) == 128);
+
+// A number for facts, never 0. Facts that differ in one place have different ones.
+inline int64_t facts_digest(int64_t const (&facts)[kMostFacts]) {
+  uint64_t digest = 0;
+  for (int64_t const fact : facts) {
+    digest = (digest ^ uint64_t(fact)) * 0xff51afd7ed558ccd;
+    digest ^= digest >> 32;
+  }
+  return digest == 0 ? 1 : int64_t(digest);
+}
 
 // A failure in one word, so that another rank can write it at once. rows < 2^31.
 GUILD_HD int64_t packed(PeerFailure failure, int64_t rank, int64_t reporter, int64_t fact,

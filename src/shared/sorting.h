@@ -10,8 +10,8 @@ namespace guild {
 // GPU. Each cluster of blocks adds up its histograms; then every block adds up those of all
 // clusters.
 inline constexpr int64_t kMostSortChunks = 128;
-inline constexpr int64_t kSortCluster = 8;    // blocks of a cluster
-inline constexpr int64_t kSortThreads = 512;  // of a block
+inline constexpr int kSortCluster = 8;                                    // blocks of a cluster
+inline constexpr int kSortThreads = 512, kSortWarps = kSortThreads / 32;  // of a block
 
 // Slots of a chunk: a multiple of kSortThreads.
 constexpr int64_t sort_chunk_slots(int64_t slots) {

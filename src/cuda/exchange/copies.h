@@ -1,4 +1,5 @@
-// Transfers of rows that overlap with products, and the offsets of one that may have nothing to do.
+// Steps of a layer over ranks that overlap with others, and the offsets of a product that may have
+// nothing to do.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,6 +19,13 @@ void push(Push const& x, Queue const& queue, cudaEvent_t begun);
 
 // push() by token, with arguments that have been checked.
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun);
+
+// tables() and the sort of their slots, in one launch where there are few.
+void tables_and_sort(Tables const& x, Sort const& sort, Queue const& queue);
+
+// sort_by_expert() of slots that were complete before the previous kernel on the queue started,
+// which therefore may still run meanwhile.
+void sort_beside(Sort const& x, Queue const& queue);
 
 void only_beyond(OffsetsBeyond const& x, Queue const& queue);
 

@@ -57,8 +57,16 @@ class Lines {
 
   void run(Line line, Publish const& x) { publish(x, of(line)); }
   void run(Line line, Meet const& x) { meet(x, of(line)); }
-  void run(Line line, Tables const& x) { tables(x, of(line)); }
-  void run(Line line, Sort const& x) { sort_by_expert(x, of(line)); }
+  void run_beside_last(Line line, Sort const& x) {
+    if (apart_) return sort_by_expert(x, of(line));
+    sort_beside(x, main_);
+  }
+  void run(Line line, Tables const& x, Sort const& sort) {
+    if (!apart_) return tables_and_sort(x, sort, main_);
+    tables(x, of(line));
+    wait(Line::link, mark(line));
+    sort_by_expert(sort, of(line));
+  }
   void run(Line line, Pull const& x, Room room) { pull(x, of(line, room)); }
   void run(Line line, UpProjection const& x, Room room) { up_projection(x, of(line, room)); }
   void run(Line line, DownProjection const& x, Room room) { down_projection(x, of(line, room)); }
@@ -156,6 +164,11 @@ class Requirements {
   void run(Line, Step const& x, Room = Room::whole) {
     require_runnable(x);
   }
+  void run(Line, Tables const& x, Sort const& sort) {
+    require_runnable(x);
+    require_runnable(sort);
+  }
+  void run_beside_last(Line, Sort const& x) { require_runnable(x); }
   template <class Copy>
   Mark run_beside(Line, Copy const& x) {
     require_runnable(x);

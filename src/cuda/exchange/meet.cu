@@ -4,10 +4,16 @@
 // Thread r sends this rank's arrival to rank r's inbox and waits for rank r's in its own. What
 // earlier kernels on this stream wrote, also to peers' memory, is visible to every rank that has
 // acquired the arrival. PTX ISA, section "Memory Consistency Model".
+//
+// An arrival is a single store of 16 bytes, the barrier's number and a digest of the facts: while
+// ranks agree, nothing else has to travel. The facts follow for the host's error messages. A rank
+// that finds another digest reads the facts in the memory of the rank that sent it.
 #include <climits>
 
 #include "checks/exchange.h"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/device.h"
+#include "cuda/launch.h"
 #include "cuda/require_runnable.h"
 #include "shared/peer_memory.h"
 
@@ -16,10 +22,39 @@ namespace {
 
 constexpr int kThreads = 256;
 
+struct Arrival {
+  int64_t digest, number;  // as PeerMessage's last two words
+};
+static_assert(offsetof(PeerMessage, digest) % 16 == 0 && sizeof(PeerMessage) % 16 == 0 &&
+              offsetof(PeerMessage, arrived) == offsetof(PeerMessage, digest) + 8);
+
+__device__ void store_release(PeerMessage& to, Arrival const& arrival) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "mov.b128 both, {%1, %2};\n"
+      "st.release.sys.global.b128 [%0], both;\n"
+      "}" ::"l"(&to.digest),
+      "l"(arrival.digest), "l"(arrival.number)
+      : "memory");
+}
+__device__ Arrival load_acquire(PeerMessage const& from) {
+  Arrival arrival;
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "ld.acquire.sys.global.b128 both, [%2];\n"
+      "mov.b128 {%0, %1}, both;\n"
+      "}"
+      : "=l"(arrival.digest), "=l"(arrival.number)
+      : "l"(&from.digest)
+      : "memory");
+  return arrival;
+}
+
 __device__ void store_release(int64_t* to, int64_t value) {
   asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
-
 __device__ int64_t load_acquire(int64_t const* from) {
   int64_t value;
   asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
@@ -41,28 +76,45 @@ __device__ void fail(Meet const& x, PeerLayout const& layout, int64_t word) {
   }
 }
 
-__device__ void arrive(Meet const& x, PeerView const& peer, int64_t number) {
-  PeerMessage& message = peer.control()->inbox[number & 1][x.memory.rank];
+// Tells rank r that this one has arrived. Its own facts are in its own memory by now.
+__device__ void arrive(Meet const& x, PeerView const& peer, int r, Arrival const& arrival) {
+  PeerMessage& message = peer.control()->inbox[arrival.number & 1][x.memory.rank];
+  store_release(message, arrival);
+  if (r == x.memory.rank) return;
   for (int i = 0; i < kMostFacts; ++i) message.facts[i] = x.facts[i];
-  __threadfence_system();
-  store_release(&message.arrived, number);
 }
 
-__device__ void wait(Meet const& x, PeerLayout const& layout, PeerControl* own, int r,
-                     int64_t number, int64_t limit) {
-  PeerMessage const& message = own->inbox[number & 1][r];
-  int64_t const began = nanoseconds();
-  while (load_acquire(&message.arrived) < number) {
-    if (load_acquire(&own->failure) != 0) return;
-    if (nanoseconds() - began > limit) {
-      return fail(x, layout, packed(PeerFailure::late, r, x.memory.rank, 0));
-    }
-    __nanosleep(40);
-  }
+// Finds out why rank r, which has arrived, does not say the same.
+__device__ void find_difference(Meet const& x, PeerLayout const& layout, int r,
+                                Arrival const& found) {
+  PeerControl* const peer = PeerView(layout, x.memory, r).control();
+  if (found.digest == 0) return fail(x, layout, load_acquire(&peer->failure));
   for (int i = 0; i < x.count; ++i) {
-    if (message.facts[i] != x.facts[i]) {
+    if (load_acquire(&peer->inbox[found.number & 1][r].facts[i]) != x.facts[i]) {
       return fail(x, layout, packed(PeerFailure::differs, r, x.memory.rank, i));
     }
+  }
+}
+
+// Waits for rank r. Whether it says the same as this one; if not, and if it is late, all ranks are
+// told.
+__device__ bool agrees(Meet const& x, PeerLayout const& layout, PeerControl* own, int r,
+                       Arrival const& said, int64_t limit) {
+  PeerMessage const& message = own->inbox[said.number & 1][r];
+  int64_t const began = nanoseconds();
+  for (;;) {
+    Arrival const found = load_acquire(message);
+    if (found.number >= said.number) {
+      if (found.digest == said.digest) return true;
+      find_difference(x, layout, r, found);
+      return false;
+    }
+    if (load_acquire(&own->failure) != 0) return false;
+    if (nanoseconds() - began > limit) {
+      fail(x, layout, packed(PeerFailure::late, r, x.memory.rank, 0));
+      return false;
+    }
+    __nanosleep(40);
   }
 }
 
@@ -77,25 +129,32 @@ __device__ void report(Meet const& x, int64_t word) {
   store_release(&x.report->failure, found.failure);
 }
 
-__global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layout, int64_t limit) {
-  PeerView const own(layout, x.memory, x.memory.rank);
+__global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layout, int64_t digest,
+                                                        int64_t limit) {
+  int const r = int(threadIdx.x), rank = int(x.memory.rank);
+  bool const is_peer = r < x.memory.ranks;
+  PeerView const own(layout, x.memory, rank), peer(layout, x.memory, is_peer ? r : rank);
   PeerControl* const control = own.control();
-  int64_t const number = control->meetings + 1;
-  int64_t const needed = x.needed == nullptr ? 0 : *x.needed;
-  int const r = int(threadIdx.x);
-  bool const stopped = control->stopped != 0;
-  if (r == 0 && needed > x.capacity) {
-    fail(x, layout, packed(PeerFailure::overflow, x.memory.rank, x.memory.rank, 0, needed));
+  wait_for_previous();
+  let_next_start();
+  int64_t const number = control->meetings + 1, needed = x.needed == nullptr ? 0 : *x.needed;
+  bool const stopped = control->stopped != 0, overflows = needed > x.capacity;
+  bool const failed = overflows || load_acquire(&control->failure) != 0;
+  if (r < kMostFacts && !stopped) control->inbox[number & 1][rank].facts[r] = x.facts[r];
+  if (r == 0 && overflows) {
+    fail(x, layout, packed(PeerFailure::overflow, rank, rank, 0, needed));
   }
   __syncthreads();
-  if (r < x.memory.ranks && !stopped) {  // others report what this rank says, failed or not
-    arrive(x, PeerView(layout, x.memory, r), number);
-    if (load_acquire(&control->failure) == 0) wait(x, layout, control, r, number, limit);
+  bool fine = !failed;
+  Arrival const said{failed ? 0 : digest, number};
+  if (is_peer && !stopped) {  // others report what this rank says, failed or not
+    arrive(x, peer, r, said);
+    if (fine) fine = agrees(x, layout, control, r, said, limit);
   }
   // One thread reads it for all: a rank that is ahead may set it for its next meeting meanwhile.
   __shared__ int64_t failure;
-  __syncthreads();
-  if (r == 0) failure = load_acquire(&control->failure);
+  fine = __syncthreads_and(fine);
+  if (r == 0) failure = fine ? 0 : load_acquire(&control->failure);
   __syncthreads();
   int64_t const word = failure;
   if (r == 0 && !stopped) {
@@ -117,9 +176,11 @@ void require_runnable(Meet const& x) { check(x); }
 void meet(Meet const& x, Queue queue) {
   require_runnable(x);
   double const limit = x.seconds * 1e9;
-  meet_kernel<<<1, kThreads, 0, queue.stream>>>(x, layout_of(x.memory),
-                                                limit < 9e18 ? int64_t(limit) : LLONG_MAX);
-  cuda_check(cudaGetLastError(), "launch of meet");
+  cuda_check(
+      launch_kernel(
+          meet_kernel, {.blocks = 1, .threads = kThreads, .stream = queue.stream, .early = true}, x,
+          layout_of(x.memory), facts_digest(x.facts), limit < 9e18 ? int64_t(limit) : LLONG_MAX),
+      "launch of meet");
 }
 
 }  // namespace guild::cuda

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/device.h"
 #include "guild/error.h"
 #include "guild/exchange.h"
 #include "shared/tiles.h"
@@ -26,26 +27,36 @@ struct PoolToken {
   __device__ int64_t place(PeerMemory const& m) const { return source * m.tokens + token; }
 };
 
+// The most blocks of a kernel that follows a barrier and starts early: they occupy multiprocessors
+// while the barrier waits for other ranks. Those may be waiting for other kernels of this rank,
+// such as NCCL's, and half of the multiprocessors stay free for these.
+inline int most_waiting_blocks(Queue const& queue) {
+  return std::max(multiprocessors(queue) / 2, 1);
+}
+
 // How a kernel's warps share tokens. Where there are fewer tokens than warps, several warps take a
 // part of a token each, and they are spread over the multiprocessors.
 struct Shares {
-  int parts = 1;        // of a token
-  int per = 0;          // of the `pieces` of a token: those of a part, the last one may have fewer
-  bool spread = false;  // whether neighbouring shares belong to different blocks
-  int blocks = 1;
+  int pieces = 1, parts = 1;  // of a token
+  int per = 0;                // pieces of a part; the last one of a token may have fewer
+  bool spread = false;        // whether neighbouring shares belong to different blocks
+  int blocks = 1, warps = 1;  // warps: of a block
 
-  static Shares of(int64_t tokens, int pieces, int warps, int multiprocessors) {
-    int64_t const all = int64_t(warps) * multiprocessors;
-    int const most = int(std::clamp<int64_t>(tokens > 0 ? all / tokens : 1, 1, pieces));
-    Shares s;
-    s.per = int(ceil_div(pieces, most)), s.parts = int(ceil_div(pieces, s.per));
+  // tokens: at least 1; most_warps: of a block.
+  static Shares of(int64_t tokens, int pieces, int most_warps, int most_blocks) {
+    Shares s{.pieces = pieces};
+    int64_t const all = int64_t(most_warps) * most_blocks;
+    s.per = int(ceil_div(pieces, std::clamp<int64_t>(all / tokens, 1, pieces)));
+    s.parts = int(ceil_div(pieces, s.per));
     int64_t const shares = tokens * s.parts;
     s.spread = shares < all;
-    s.blocks = int(std::min<int64_t>(s.spread ? shares : ceil_div(shares, warps), multiprocessors));
+    s.blocks =
+        int(std::min<int64_t>(s.spread ? shares : ceil_div(shares, most_warps), most_blocks));
+    s.warps = int(std::min<int64_t>(ceil_div(shares, s.blocks), most_warps));
     return s;
   }
-  // The first share of a warp of this block; the next one is gridDim.x * warps further.
-  __device__ int first(int warps) const {
+  // The first share of a warp of this block; the next one is as many further as there are warps.
+  __device__ int first() const {
     int const warp = int(threadIdx.x) / 32, block = int(blockIdx.x);
     return spread ? warp * int(gridDim.x) + block : block * warps + warp;
   }

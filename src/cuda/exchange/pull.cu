@@ -1,4 +1,4 @@
-// What ranks tell each other, and rows from those that have them: publish, tables, pull.
+// Rows from the ranks that have them: publish, pull.
 //
 // A warp copies a row, 16 bytes per lane and several loads in flight. All warps of the GPU would
 // have many times the bytes in flight that NVLink's bandwidth times its latency requires. While
@@ -9,6 +9,7 @@
 
 #include "checks/exchange.h"
 #include "cuda/alignment.h"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/device.h"
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
@@ -21,7 +22,7 @@ namespace guild::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kPullThreads = 1024, kPullWarps = kPullThreads / 32;
+constexpr int kPullThreads = 1024, kPullWarps = kPullThreads / 32;  // at most
 constexpr int kPieceUnits = 128;  // of 16 bytes: of a row, what a warp loads at once
 
 // kAtOnce: 16-byte words that a lane loads before it stores them.
@@ -55,6 +56,8 @@ __device__ void fill_row(void* to, int units, unsigned value) {
 __global__ void __launch_bounds__(kThreads) publish_kernel(Publish x, PeerLayout layout) {
   PeerMemory const& m = x.memory;
   PeerView const own(layout, m, m.rank);
+  wait_for_previous();
+  let_next_start();
   int64_t const place = next_place(own.control());
   int64_t const t = blockIdx.x * int64_t(kWarps) + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
@@ -77,26 +80,6 @@ __global__ void __launch_bounds__(kThreads) publish_kernel(Publish x, PeerLayout
   }
 }
 
-// A thread for each slot; blockIdx.y is the rank.
-__global__ void __launch_bounds__(kThreads) tables_kernel(Tables x, PeerLayout layout) {
-  PeerMemory const& m = x.memory;
-  PeerControl const* const own = PeerView(layout, m, m.rank).control();
-  int64_t const place = last_place(own), slots = m.tokens * x.top_k;
-  int const r = int(blockIdx.y);
-  PeerView const peer(layout, m, r);
-  int64_t const tokens = own->failure != 0 ? 0 : peer.control()->tokens[place];
-  int64_t const i = blockIdx.x * int64_t(kThreads) + threadIdx.x;
-  if (i == 0) x.tokens[r] = int32_t(tokens);
-  if (i >= slots) return;
-  int64_t const local = x.experts / m.ranks;
-  bool const there = i < tokens * x.top_k;
-  int32_t const id = there ? peer.ids(place)[i] : -1;
-  float const score = there ? reinterpret_cast<float const*>(peer.scores(place))[i] : 0.f;
-  bool const here = there && lives_on(id, m.rank, local);
-  x.ids[r * slots + i] = here ? int32_t(id - m.rank * local) : -1;
-  static_cast<float*>(x.scores)[r * slots + i] = here ? score : 0.f;
-}
-
 // The smallest of the token's experts that this lane sees; -1 as unsigned: none here.
 __device__ unsigned least_expert(Pull const& x, int64_t place) {
   unsigned least = ~0u;
@@ -111,11 +94,13 @@ __global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout l
                                                             Shares shares) {
   PeerMemory const& m = x.memory;
   PeerControl const* const own = PeerView(layout, m, m.rank).control();
+  wait_for_previous();
+  let_next_start();
   bool const failed = own->failure != 0, others = x.part == Part::rest;
   int64_t const from_place = layout.rows + last_place(own) * layout.rows_bytes;
   int const count = PoolToken::count(m, others) * shares.parts;
-  int const step = int(gridDim.x) * kPullWarps, units = int(x.row_bytes / 16);
-  int i = shares.first(kPullWarps);
+  int const step = int(gridDim.x * blockDim.x) / 32, units = int(x.row_bytes / 16);
+  int i = shares.first();
   if (i >= count) return;
   auto const token_of = [&](int share) { return PoolToken(m, share / shares.parts, others); };
   unsigned lane_least = least_expert(x, token_of(i).place(m));
@@ -155,21 +140,12 @@ void require_runnable(Publish const& x) {
 void publish(Publish const& x, Queue queue) {
   require_runnable(x);
   int64_t const blocks = x.tokens > 0 ? ceil_div(x.tokens, kWarps) : 1;
-  publish_kernel<<<unsigned(blocks), kThreads, 0, queue.stream>>>(x, layout_of(x.memory));
-  cuda_check(cudaGetLastError(), "launch of publish");
-}
-
-void require_runnable(Tables const& x) {
-  check(x);
-  require(x.score_bytes == 4, "score_bytes: expected 4 on CUDA, got ", x.score_bytes);
-}
-
-void tables(Tables const& x, Queue queue) {
-  require_runnable(x);
-  int64_t const slots = x.memory.tokens * x.top_k;
-  dim3 const blocks(unsigned(slots > 0 ? ceil_div(slots, kThreads) : 1), unsigned(x.memory.ranks));
-  tables_kernel<<<blocks, kThreads, 0, queue.stream>>>(x, layout_of(x.memory));
-  cuda_check(cudaGetLastError(), "launch of tables");
+  cuda_check(
+      launch_kernel(
+          publish_kernel,
+          {.blocks = unsigned(blocks), .threads = kThreads, .stream = queue.stream, .early = true},
+          x, layout_of(x.memory)),
+      "launch of publish");
 }
 
 void require_runnable(Pull const& x) {
@@ -186,11 +162,14 @@ void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
   int64_t const rows = x.memory.ranks * x.memory.tokens;
   if (rows == 0) return;
   int const pieces = int(ceil_div(x.row_bytes, kPieceUnits * 16));
-  Shares const shares = Shares::of(rows, pieces, kPullWarps, multiprocessors(queue));
+  int const few = most_waiting_blocks(queue);
+  bool const waits = begun == nullptr && rows * pieces <= few * kPullWarps;
+  Shares const shares = Shares::of(rows, pieces, kPullWarps, waits ? few : multiprocessors(queue));
   cuda_check(launch_kernel(pull_kernel,
                            {.blocks = unsigned(shares.blocks),
-                            .threads = kPullThreads,
+                            .threads = 32 * shares.warps,
                             .stream = queue.stream,
+                            .early = waits,
                             .begun = begun},
                            x, layout_of(x.memory), shares),
              "launch of pull");

@@ -6,10 +6,12 @@
 // peer are not waited for: the barrier's release guarantees that they have arrived.
 #include "checks/exchange.h"
 #include "cuda/alignment.h"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
+#include "cuda/launch.h"
 #include "cuda/require_runnable.h"
 #include "shared/peer_memory.h"
 #include "shared/routing.h"
@@ -51,8 +53,10 @@ __global__ void __launch_bounds__(kThreads) collect_kernel(Collect x, PeerLayout
   PeerMemory const& m = x.memory;
   int64_t const i = blockIdx.x * int64_t(kThreads) + threadIdx.x, units = x.hidden / 8;
   int64_t const token = i / units, col = i % units * 8;
-  if (token >= x.tokens) return;
   T const* const returned = reinterpret_cast<T const*>(PeerView(layout, m, m.rank).returned());
+  wait_for_previous();
+  let_next_start();
+  if (token >= x.tokens) return;
   int32_t const* const row_of = x.token_row + token * m.ranks;
   Eight sum{};
   if (x.residual.data != nullptr) {
@@ -148,11 +152,14 @@ void collect(Collect const& x, Queue queue) {
   if (blocks == 0) return;
   PeerLayout const layout = layout_of(x.memory);
   int64_t const stride = row_stride(x.residual, x.hidden);
+  Launch const launch{.blocks = unsigned(blocks),
+                      .threads = kThreads,
+                      .stream = queue.stream,
+                      .early = blocks <= most_waiting_blocks(queue)};
   with_type(x.dtype, [&](auto element) {
-    collect_kernel<decltype(element)>
-        <<<unsigned(blocks), kThreads, 0, queue.stream>>>(x, layout, stride);
+    cuda_check(launch_kernel(collect_kernel<decltype(element)>, launch, x, layout, stride),
+               "launch of collect");
   });
-  cuda_check(cudaGetLastError(), "launch of collect");
 }
 
 void require_runnable(PushScores const& x) {

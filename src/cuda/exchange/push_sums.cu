@@ -10,6 +10,7 @@
 
 #include "cuda/alignment.h"
 #include "cuda/arch/bulk.cuh"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/element.cuh"
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
@@ -22,19 +23,19 @@
 namespace guild::cuda {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kPiece = 1024;  // bytes of a row in a step
+constexpr int kThreads = 512, kWarps = kThreads / 32;  // at most
+constexpr int kPiece = 1024;                           // bytes of a row in a step
 constexpr int kUnits = kPiece / 16, kOfLane = kUnits / 32;
 constexpr int kSlots = 12;  // pieces of a warp
 constexpr int kMost = 8;    // pieces of a step
 constexpr int kSteps = 4;   // whose pieces are in flight or being added
 constexpr int kAtOnce = 4;  // pieces that a lane loads before it adds them
 
-struct Staging {
-  uint4 pieces[kWarps][kSlots][kUnits];
-  Barrier arrived[kWarps][kSteps], added[kWarps][kSteps];  // of steps
+struct Staging {  // of a warp
+  uint4 pieces[kSlots][kUnits];
+  Barrier arrived[kSteps], added[kSteps];  // of steps
 };
-constexpr int kBytes = int(sizeof(Staging));
+constexpr int bytes_of(int warps) { return warps * int(sizeof(Staging)); }
 
 // A token and, in lane l, its slot number first + l.
 struct TokenSlots {
@@ -112,11 +113,10 @@ class Tokens {
         shares_(shares),
         y_(y),
         stride_(stride),
-        pieces_(ceil_div(int(x.hidden) * 2, kPiece)),
         count_(PoolToken::count(x.memory, /*others=*/false) * shares.parts),
-        step_(int(gridDim.x) * kWarps),
+        step_(int(gridDim.x * blockDim.x) / 32),
         rest_from_(x.part == Part::whole ? 0 : *x.rest_from),
-        next_(shares.first(kWarps)),
+        next_(shares.first()),
         coming_(x, min(next_, count_ - 1) / shares.parts) {}
 
   // The share of the next token that has rows here, in the call's part of the tokens. Those with
@@ -144,7 +144,7 @@ class Tokens {
                 .score = token.score,
                 .piece = begin,
                 .begin = begin,
-                .end = min(begin + shares_.per, pieces_)};
+                .end = min(begin + shares_.per, shares_.pieces)};
       }
     }
     return {.i = count_};
@@ -165,7 +165,7 @@ class Tokens {
   Shares const& shares_;
   T const* y_;
   int64_t stride_;
-  int pieces_, count_, step_, rest_from_, next_;
+  int count_, step_, rest_from_, next_;
   TokenSlots coming_;
 };
 
@@ -241,20 +241,23 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout layout, Shares shares,
                                                            int64_t stride) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Staging& staging = *reinterpret_cast<Staging*>(memory);
+  int const lane = int(threadIdx.x) % 32;
+  Staging& staging = reinterpret_cast<Staging*>(memory)[threadIdx.x / 32];
   PeerMemory const& m = x.memory;
-  int const warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   if (lane < kSteps) {
-    staging.arrived[warp][lane].init(1);
-    staging.added[warp][lane].init(32);  // all lanes read
+    staging.arrived[lane].init(1);
+    staging.added[lane].init(32);  // all lanes read
   }
   fence_barrier_init();
   __syncwarp();
-  if (PeerView(layout, m, m.rank).control()->failure != 0) return;
+  PeerControl const* const own = PeerView(layout, m, m.rank).control();
+  wait_for_previous();
+  let_next_start();
+  if (own->failure != 0) return;
   int const row_bytes = int(x.hidden) * 2;
   T const* const y = static_cast<T const*>(x.y.data);
   Tokens<T> tokens(x, layout, shares, y, stride);
-  Ring ring{staging.pieces[warp], staging.arrived[warp], staging.added[warp]};
+  Ring ring{staging.pieces, staging.arrived, staging.added};
   Walk adding = tokens.next(), copying = adding;
   Eight sum[kOfLane] = {};
   while (tokens.has(adding)) {
@@ -288,14 +291,15 @@ void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun) {
   int const pieces = int(ceil_div(x.hidden * 2, kPiece));
   Shares const shares = Shares::of(tokens, pieces, kWarps, multiprocessors(queue));
   Launch const launch{.blocks = unsigned(shares.blocks),
-                      .threads = kThreads,
-                      .bytes = kBytes,
+                      .threads = 32 * shares.warps,
+                      .bytes = bytes_of(shares.warps),
                       .stream = queue.stream,
+                      .early = shares.spread && begun == nullptr,
                       .begun = begun};
   with_type(x.dtype, [&](auto element) {
     auto const kernel = push_kernel<decltype(element)>;
     static AllowedOn allowed;
-    allow_shared_memory(kernel, kBytes, allowed, "shared memory of push");
+    allow_shared_memory(kernel, bytes_of(kWarps), allowed, "shared memory of push");
     cuda_check(launch_kernel(kernel, launch, x, layout_of(x.memory), shares, stride),
                "launch of push");
   });

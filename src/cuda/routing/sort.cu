@@ -1,5 +1,5 @@
 // Stable counting sort of slots by expert. Up to 4,096 slots: one cluster of blocks, a slot a
-// thread. More: two kernels, with one block per chunk of slots, then a few:
+// thread (sort.cuh). More: two kernels, with one block per chunk of slots, then a few:
 //
 //   rank      numbers the chunk's slots of each expert; each cluster adds up its blocks' histograms
 //   scatter   adds up the clusters' histograms, all of them for the offsets, and those before its
@@ -8,49 +8,22 @@
 // Workspace: (clusters, E) rows in each cluster; then (chunks, E) rows of the chunk's cluster that
 // come before the chunk. Ranks follow from a fixed order of warps and from warp votes, and only
 // integers are added atomically, so the result is the same in every run.
+#include "cuda/routing/sort.cuh"
+
 #include <algorithm>
-#include <bit>
 
 #include "checks/check.h"
 #include "cuda/alignment.h"
-#include "cuda/arch/cluster.cuh"
-#include "cuda/arch/dependent_launch.cuh"
-#include "cuda/device.h"
-#include "cuda/element.cuh"
-#include "cuda/launch.h"
+#include "cuda/exchange/copies.h"
 #include "cuda/require_runnable.h"
-#include "cuda/shared_memory.h"
-#include "cuda/warp.cuh"
-#include "shared/ceil_div.h"
-#include "shared/routing.h"
-#include "shared/sorting.h"
 
 namespace guild::cuda {
 namespace {
 
-constexpr int kThreads = int(kSortThreads), kWarps = kThreads / 32;
-constexpr int kCluster = int(kSortCluster), kMostClusters = int(kMostSortChunks) / kCluster;
+constexpr int kThreads = kSortThreads, kWarps = kSortWarps, kCluster = kSortCluster;
+constexpr int kMostClusters = int(kMostSortChunks) / kCluster;
 static_assert(kCluster <= kMostClusterBlocks);
 constexpr int kAtOnce = 4;  // slots that a thread loads before it uses them
-
-// An id as it is stored. Making one issues the load; expert() waits for it.
-struct RawId {
-  int low = -1, high = 0;
-
-  // -1 for ids outside [0, E).
-  __device__ int expert(Sort const& x) const {
-    return high == 0 && unsigned(low) < unsigned(x.experts) ? low : -1;
-  }
-};
-// Slots that are not used have no id.
-__device__ RawId load_id(Sort const& x, int64_t slot, SlotSpan const& used) {
-  RawId id;
-  if (slot < used.begin || slot >= used.end) return id;
-  int const* const word = static_cast<int const*>(x.ids) + (slot << x.ids_are_int64);
-  id.low = word[0];
-  if (x.ids_are_int64) id.high = word[1];
-  return id;
-}
 
 // The ids of slots begin + lane, 32 apart.
 struct RawIds {
@@ -110,22 +83,6 @@ __device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end,
   }
 }
 
-// Turns each warp's rows of an expert into those of the warps before; writes their sum to `count`.
-__device__ void add_up_warps(int experts, int* next, int* count) {
-#pragma unroll 1
-  for (int e = threadIdx.x; e < experts; e += kThreads) {
-    int rows[kWarps], before = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) rows[w] = next[w * experts + e];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      next[w * experts + e] = before;
-      before += rows[w];
-    }
-    count[e] = before;
-  }
-}
-
 // Sets slot_row to each slot's rank among the chunk's slots of its expert.
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads)
 rank_kernel(Sort x, int64_t chunk) {
@@ -159,39 +116,6 @@ rank_kernel(Sort x, int64_t chunk) {
   cluster_barrier();  // the other blocks have read `count`
 }
 
-// An expert's rows, and those among them that come before the block's slots.
-struct ExpertRows {
-  int total = 0, earlier = 0;
-};
-
-// Writes the first row of the block's slots of each expert to first_row, (E), and returns the
-// number of rows. rows_of(e): of an expert. The first block also writes each expert's first row to
-// the offsets.
-template <class RowsOf>
-__device__ int find_first_rows(Sort const& x, RowsOf&& rows_of, int* first_row) {
-  __shared__ int warp_sum[kWarps];
-  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = int(x.experts);
-  bool const first_block = blockIdx.x == 0 && blockIdx.y == 0;
-  int carry = 0;
-#pragma unroll 1
-  for (int base = 0; base < experts; base += kThreads) {
-    int const e = base + int(threadIdx.x);
-    ExpertRows const rows = e < experts ? rows_of(e) : ExpertRows{};
-    int const inclusive = warp_scan(rows.total);
-    if (lane == 31) warp_sum[warp] = inclusive;
-    __syncthreads();
-    int const sums = warp_scan(lane < kWarps ? warp_sum[lane] : 0);
-    int const before_warp = __shfl_sync(~0u, sums, max(warp - 1, 0));
-    int const first = carry + (warp == 0 ? 0 : before_warp) + inclusive - rows.total;
-    carry += __shfl_sync(~0u, sums, kWarps - 1);
-    if (e < experts) first_row[e] = first + rows.earlier;
-    if (e < experts && first_block) x.offsets[e] = first;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0 && first_block) x.offsets[experts] = carry;
-  return carry;
-}
-
 // A slot before it gets its row.
 struct Slot {
   RawId id;
@@ -205,19 +129,6 @@ __device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, SlotSpan con
   s.rank = x.slot_row[slot];
   if (x.scores != nullptr) s.score = static_cast<float const*>(x.scores)[slot];
   return s;
-}
-
-// row: the slot's, or -1; one without room is left out.
-__device__ void put_slot(Sort const& x, int64_t slot, int row, float score) {
-  if (row >= row_count(x)) row = -1;
-  x.slot_row[slot] = row;
-  if (row < 0) return;
-  x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
-  if (x.scores != nullptr) static_cast<float*>(x.row_score)[row] = score;
-}
-__device__ void clear_row(Sort const& x, int64_t row) {
-  x.row_token[row] = 0;
-  if (x.scores != nullptr) static_cast<float*>(x.row_score)[row] = 0;
 }
 
 // Blocks with the same blockIdx.x share a chunk, `part` slots each. Every instruction runs a few
@@ -260,69 +171,11 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   }
 }
 
-// The whole sort by one cluster, whose blocks have kThreads slots each.
-__global__ void __launch_bounds__(kThreads) sort_few_kernel(Sort x) {
-  extern __shared__ int memory[];  // (E) rows of the block; (E) its first rows; (kWarps, E)
-  int const experts = int(x.experts), warp = threadIdx.x / 32, blocks = int(gridDim.x);
-  int *const count = memory, *const first_row = memory + experts, *const next = first_row + experts;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
-  wait_for_previous();
-  let_next_start();
-  int64_t const slot = int64_t(blockIdx.x) * kThreads + threadIdx.x, slots = slot_count(x);
-  RawId const raw = load_id(x, slot, used_slots(x));
-  bool const scored = slot < slots && x.scores != nullptr;
-  float const score = scored ? static_cast<float const*>(x.scores)[slot] : 0.f;
-  __syncthreads();
-  int const id = raw.expert(x);
-  unsigned const same = __match_any_sync(~0u, id), lower = (1u << threadIdx.x % 32) - 1;
-  if (id >= 0 && (same & lower) == 0) next[warp * experts + id] = __popc(same);
-  __syncthreads();
-  add_up_warps(experts, next, count);
-  cluster_barrier();
-  auto const rows_of = [&](int e) {
-    ExpertRows rows;
-    int of_block[kCluster];
-#pragma unroll
-    for (int r = 0; r < kCluster; ++r) of_block[r] = r < blocks ? load_from_block(&count[e], r) : 0;
-#pragma unroll
-    for (int r = 0; r < kCluster; ++r) {
-      rows.total += of_block[r];
-      rows.earlier += r < int(blockIdx.x) ? of_block[r] : 0;
-    }
-    return rows;
-  };
-  int const rows = find_first_rows(x, rows_of, first_row);
-  if (slot < slots) {
-    int const before = id >= 0 ? next[warp * experts + id] + __popc(same & lower) : 0;
-    put_slot(x, slot, id >= 0 ? first_row[id] + before : -1, score);
-    if (slot >= rows && slot < row_count(x)) clear_row(x, slot);
-  }
-  cluster_barrier();  // the other blocks have read `count`
-}
-
 // Slots per block of the second kernel: a part of the chunk, larger with more experts, for each
 // block adds up all histograms.
 int64_t part_slots(int64_t chunk, int64_t experts) {
   int64_t const blocks = std::clamp<int64_t>(1024 / experts, 1, 4), fill = blocks * kThreads;
   return ceil_div(chunk, fill) * kThreads;
-}
-
-void sort_few(Sort const& x, int64_t slots, Queue const& queue) {
-  auto const bytes = [](int64_t experts) { return int((kWarps + 2) * experts * sizeof(int)); };
-  static AllowedOn allowed;
-  allow_shared_memory(sort_few_kernel, bytes(kMostRouted), allowed,
-                      "shared memory of sort_by_expert");
-  unsigned const blocks = std::bit_ceil(unsigned(ceil_div(slots, kThreads)));
-  cuda_check(launch_kernel(sort_few_kernel,
-                           {.blocks = blocks,
-                            .threads = kThreads,
-                            .bytes = bytes(x.experts),
-                            .stream = queue.stream,
-                            .cluster = int(blocks),
-                            .early = true},
-                           x),
-             "launch of sort_by_expert");
 }
 
 void sort_many(Sort const& x, int64_t slots, Queue const& queue) {
@@ -351,6 +204,20 @@ void sort_many(Sort const& x, int64_t slots, Queue const& queue) {
              "launch of sort_by_expert");
 }
 
+// waits_last: as in sort_few_kernel, which alone heeds it.
+void sort(Sort const& x, bool waits_last, Queue const& queue) {
+  require_runnable(x);
+  int64_t const slots = slot_count(x);
+  if (slots == 0) {
+    cuda_check(cudaMemsetAsync(x.offsets, 0, (x.experts + 1) * sizeof(int32_t), queue.stream),
+               "clearing the offsets");
+  } else if (are_few(slots)) {
+    sort_few(x, StoredSlots{}, waits_last, queue);
+  } else {
+    sort_many(x, slots, queue);
+  }
+}
+
 }  // namespace
 
 void require_runnable(Sort const& x) {
@@ -361,17 +228,7 @@ void require_runnable(Sort const& x) {
   require_at_most(slot_count(x), kMostCounted, "slots");
 }
 
-void sort_by_expert(Sort const& x, Queue queue) {
-  require_runnable(x);
-  int64_t const slots = slot_count(x);
-  if (slots == 0) {
-    cuda_check(cudaMemsetAsync(x.offsets, 0, (x.experts + 1) * sizeof(int32_t), queue.stream),
-               "clearing the offsets");
-  } else if (slots <= kCluster * kThreads) {
-    sort_few(x, slots, queue);
-  } else {
-    sort_many(x, slots, queue);
-  }
-}
+void sort_by_expert(Sort const& x, Queue queue) { sort(x, /*waits_last=*/false, queue); }
+void sort_beside(Sort const& x, Queue const& queue) { sort(x, /*waits_last=*/true, queue); }
 
 }  // namespace guild::cuda

@@ -133,11 +133,14 @@ void Exchange::arrive(int64_t from, int64_t at, std::vector<int64_t> const& fact
   device().download(&control, memory_[at].data(), sizeof control);
   PeerMessage message{};
   std::copy(facts.begin(), facts.end(), message.facts);
+  message.digest = facts_digest(message.facts);
   message.arrived = control.meetings + 1;
   int64_t const place = (message.arrived & 1) * kMostRanks + from;
-  device().upload(static_cast<char*>(memory_[at].data()) + offsetof(PeerControl, inbox) +
-                      place * int64_t(sizeof message),
-                  &message, sizeof message);
+  for (int64_t const to : {at, from}) {
+    device().upload(static_cast<char*>(memory_[to].data()) + offsetof(PeerControl, inbox) +
+                        place * int64_t(sizeof message),
+                    &message, sizeof message);
+  }
 }
 
 Meet Exchange::meeting(int64_t r, bool published) const {

@@ -13,6 +13,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   p.columns = int(x.n);
   p.narrow_up_to = narrow_up_to(x.rows, x.groups.groups, x.n, paired ? 64 : 128);
   p.k = int(x.k);
+  p.early = x.after_pull;
   p.weight = tall_weights<T>(x.w[0], x.w[1], x.groups.groups, x.n, x.k, x.pairing, "w_up");
   p.expert_at = x.w[0].expert_at;
   if constexpr (gathered) {

@@ -90,6 +90,7 @@ void launch_with_ring(UpProduct const& x, int blocks, Queue const& queue) {
   p.across = int(ceil_div(columns, across));
   p.rows = int(x.rows);
   p.k = int(x.k);
+  p.early = x.after_pull;
   if constexpr (gathered) {
     p.x = static_cast<T const*>(x.a.data);
     p.stride = addressable_stride(x.tokens, row_stride(x.a, x.k), "x");
