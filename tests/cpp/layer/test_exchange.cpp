@@ -136,10 +136,9 @@ void Exchange::arrive(int64_t from, int64_t at, std::vector<int64_t> const& fact
   message.digest = facts_digest(message.facts);
   message.arrived = control.meetings + 1;
   int64_t const place = (message.arrived & 1) * kMostRanks + from;
+  int64_t const offset = offsetof(PeerControl, inbox) + place * int64_t(sizeof message);
   for (int64_t const to : {at, from}) {
-    device().upload(static_cast<char*>(memory_[to].data()) + offsetof(PeerControl, inbox) +
-                        place * int64_t(sizeof message),
-                    &message, sizeof message);
+    device().upload(static_cast<char*>(memory_[to].data()) + offset, &message, sizeof message);
   }
 }
 
