@@ -93,8 +93,7 @@ class Exchange : public DeviceTest {
 
 void Exchange::begin(std::vector<int64_t> const& tokens, DType dtype) {
   rank_.clear(), memory_.clear(), report_.clear(), peers_.clear();
-  dtype_ = dtype;
-  most_ = *std::max_element(tokens.begin(), tokens.end());
+  dtype_ = dtype, most_ = *std::max_element(tokens.begin(), tokens.end());
   int64_t const count = int64_t(tokens.size()), places = count * most_;
   for (int64_t const t : tokens) {
     rank_.push_back(
@@ -133,8 +132,7 @@ void Exchange::arrive(int64_t from, int64_t at, std::vector<int64_t> const& fact
   device().download(&control, memory_[at].data(), sizeof control);
   PeerMessage message{};
   std::copy(facts.begin(), facts.end(), message.facts);
-  message.digest = facts_digest(message.facts);
-  message.arrived = control.meetings + 1;
+  message.digest = facts_digest(message.facts), message.arrived = control.meetings + 1;
   int64_t const place = (message.arrived & 1) * kMostRanks + from;
   int64_t const offset = offsetof(PeerControl, inbox) + place * int64_t(sizeof message);
   for (int64_t const to : {at, from}) {
