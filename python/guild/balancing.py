@@ -152,8 +152,8 @@ def balance_sums(
     expect_choices_of(logits, ids)
     expect_choice("score", score, SCORES)
     # One sequence is always right, also where a compiler does not know the number of tokens.
-    most = None if sequences == 1 else tokens or None
-    expect_count("sequences", sequences, 1, most)
+    one = isinstance(sequences, int) and sequences == 1
+    expect_count("sequences", sequences, 1, None if one else tokens or None)
     if tokens % sequences:
         raise ValueError(f"sequences: expected a divisor of {tokens} (tokens), got {sequences}")
     if logits.dtype != torch.float64:

@@ -70,6 +70,8 @@ def expect_call(layer: nn.Module, return_routing: object) -> None:
         raise TypeError(f"routing: expected a guild.Router, got {layer.routing!r}")
     if layer.router is None:
         raise TypeError("router: expected a torch.nn.Module, got None")
+    expect_count("hidden", layer.hidden, 1)
+    expect_count("experts", layer.experts, 1)
     expect_count("top_k", layer.top_k, 1, layer.experts)
     layer.routing.expect_sizes(layer.experts, layer.top_k)
     expect_choice("balance_over", layer.balance_over, BALANCE_OVER)

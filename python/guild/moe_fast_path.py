@@ -44,6 +44,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     w_up, w_down = parameters.get("w_up"), parameters.get("w_down")
     if not (
         layer.expert_group is layer.fp8 is None
+        and type(layer.hidden) is type(layer.experts) is int
         and isinstance(layer.routing, Router)
         and type(x) is Tensor
         and type(w_up) is type(w_down) is nn.Parameter

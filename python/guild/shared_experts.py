@@ -108,8 +108,8 @@ class SharedExperts(nn.Module):
         """Whether a call is only the MLP and its scale, with a layer's activation and order."""
         return (
             type(self) is SharedExperts  # a parametrisation creates a subclass
-            and self.activation == layer.activation
-            and self.order == layer.order
+            and (self.activation == layer.activation) is True  # arrays compare to arrays
+            and (self.order == layer.order) is True
             and all(type(weight) is nn.Parameter for weight in self.weights())
             and has_plain_call(self)
         )

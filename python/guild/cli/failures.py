@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 
+from guild.cli.parsing import is_another_of_node
 from guild.cli.streams import drop_output
 from guild.train.failures import OtherRankError, is_out_of_memory
 from guild.train.interrupt import INTERRUPTED
@@ -44,6 +47,23 @@ def told(command: str, error: BaseException) -> int | None:
         return None
     print(f"guild {command}: {line}", file=sys.stderr)
     return status
+
+
+@contextlib.contextmanager
+def said_once() -> Iterator[None]:
+    """Errors of arguments, which all processes of torchrun on a node have, are the first one's.
+
+    Raises
+    ------
+    OtherRankError
+        On the others.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if is_another_of_node():
+            raise OtherRankError("the first rank of this node says the same") from error
+        raise
 
 
 def _remedy(error: ImportError) -> str:

@@ -20,9 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from guild.cli.console import CommandConsole
-from guild.cli.parsing import is_another_of_node
+from guild.cli.failures import said_once
 from guild.provenance import make_current, pick_device, set_threads
-from guild.train.failures import OtherRankError
 from guild.train.interrupt import INTERRUPTED, StopRequest
 from guild.train.loop import Plan, Training
 from guild.train.names import NAMES
@@ -54,12 +53,8 @@ def run_train(args: argparse.Namespace) -> int:
     typed = vars(args)
     if "threads" in typed:
         set_threads(typed["threads"])
-    try:
+    with said_once():
         settings, plan = plan_run(typed)
-    except (ValueError, OSError) as error:
-        if is_another_of_node():
-            raise OtherRankError("the first rank of this node says the same") from error
-        raise
     if plan.fsdp:
         return _train_on_ranks(settings, plan, typed, console)
     make_current(plan.device)
@@ -79,7 +74,8 @@ def _train_on_ranks(settings: Settings, plan: Plan, typed: dict[str, Any], conso
 
 
 def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Console) -> int:
-    training = Training(settings, plan, console)
+    with said_once():
+        training = Training(settings, plan, console)
     if training.is_finished:
         _say(
             console,

@@ -1,12 +1,14 @@
-"""Arguments of a call over ranks: what is not supported, and what is computed from them first."""
+"""Arguments of a group and of its calls: what is not supported, and what is computed from them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
 
 from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.checks import expect_experts
@@ -15,6 +17,33 @@ from guild.expert_arguments import residual_like, sink_of
 from guild.lora import LoRA
 from guild.routed_call import RoutedCall
 from guild.weight_gradients import WeightGradients
+
+
+def process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group that `group` stands for; an error names what is wrong with it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "group: expected torch.distributed to be initialised (torchrun, and "
+            "torch.distributed.init_process_group)"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a mesh of one dimension, got {group.ndim}; take one of them: "
+                'mesh["name"]'
+            )
+        if group.get_coordinate() is None:
+            raise ValueError("group: expected a mesh that this rank is in, got one of other ranks")
+        return group.get_group()
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected one that this rank is in, got one of other ranks")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}"
+        )
+    return group
 
 
 def expect_plain(exact: bool, weight_gradients: Any, *lora: Any) -> None:

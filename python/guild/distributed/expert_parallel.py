@@ -37,6 +37,7 @@ from guild.distributed.call_arguments import (
     expect_plain,
     expect_runnable,
     own_offsets,
+    process_group_of,
     residual_rows,
     tensors_in,
 )
@@ -47,7 +48,7 @@ from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.peer_layer import PeerExperts
 from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
 from guild.distributed.peers import Peers, peers_of
-from guild.distributed.ranks import ENGINES, Ranks, process_group_of
+from guild.distributed.ranks import ENGINES, Ranks
 from guild.distributed.stepwise import StepwiseExperts
 from guild.distributed.traffic import Traffic, plan_traffic
 from guild.expert_arguments import expect_backward_options

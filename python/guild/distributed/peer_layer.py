@@ -64,7 +64,7 @@ class PeerExperts(torch.autograd.Function):
                 peers.kept_rows(ids.shape[1]) if keep else 0,
             )
         peers.after_call()
-        ctx.peers, ctx.memory, ctx.call = peers, memory, call
+        ctx.peers, ctx.call = peers, call
         ctx.flags = LayerFlags(*layer[5:])
         ctx.save_for_backward(*kept, *layer[:5])
         ctx.mark_non_differentiable(offsets)
@@ -85,7 +85,7 @@ class PeerExperts(torch.autograd.Function):
         want_x, want_scores, want_residual, *want_layer = ctx.needs_input_grad[5:13]
         w_up, w_gate, w_down, b_up, b_down = want_layer
         weights = w_up or w_gate, w_down, b_up, b_down
-        peers, memory = ctx.peers, ctx.memory
+        peers, memory = ctx.peers, ctx.peers.newest()
         if dout is None:  # the other ranks' tokens need this rank all the same
             rows, token_row = saved[0], saved[6]
             dout = rows.new_zeros(token_row.shape[0], rows.shape[1])

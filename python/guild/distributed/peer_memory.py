@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from guild._torch.operators import ops
+from guild.distributed.ranks import Ranks
 
 MOST_RANKS = 32  # kMostRanks in guild/exchange.h
 
@@ -64,8 +64,8 @@ class PeerMemory:
 
     Parameters
     ----------
-    group : torch.distributed.ProcessGroup
-        The ranks.
+    ranks : Ranks
+        Those that share it.
     room : Room
         What there must be room for.
     device : torch.device
@@ -79,14 +79,14 @@ class PeerMemory:
         What the ops call `memory`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, room: Room, device: torch.device) -> None:
-        self.room, ranks = room, dist.get_world_size(group)
-        self.numbers = [dist.get_rank(group), *room.numbers]
-        sizes = ops.peer_memory_sizes(ranks, self.numbers)
+    def __init__(self, ranks: Ranks, room: Room, device: torch.device) -> None:
+        self.room = room
+        self.numbers = [ranks.rank, *room.numbers]
+        sizes = ops.peer_memory_sizes(ranks.size, self.numbers)
         size, self._rows_at, self._scores_at = sizes
         make = _on_gpus if device.type == "cuda" else _in_files
-        self._own, self._mapped, addresses = make(group, size, device)
-        _everyone(group, "")  # now all have mapped it, and it is zeroed
+        self._own, self._mapped, addresses = make(ranks, size, device)
+        ranks.tell("", device)  # now all have mapped it, and it is zeroed
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def returned_rows(self, count: int, like: Tensor) -> Tensor:
@@ -107,46 +107,37 @@ class PeerMemory:
         return self._own[at : at + count * dtype.itemsize].view(dtype)
 
 
-def _on_gpus(
-    group: dist.ProcessGroup, size: int, device: torch.device
-) -> tuple[Tensor, Any, list[int]]:
+def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[Tensor, Any, list[int]]:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # objects that nothing here uses
     from torch.distributed import _symmetric_memory as symmetric
 
     own = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
     torch.cuda.synchronize(device)
-    mapped = symmetric.rendezvous(own, group)
+    mapped = symmetric.rendezvous(own, ranks.group)
     return own, mapped, list(mapped.buffer_ptrs)
 
 
 def _in_files(
-    group: dist.ProcessGroup, size: int, device: torch.device
+    ranks: Ranks, size: int, device: torch.device
 ) -> tuple[Tensor, list[Tensor], list[int]]:
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     number, path = tempfile.mkstemp(prefix="guild-", dir=folder)
     os.truncate(number, size)
     os.close(number)
-    paths = _everyone(group, path)
+    paths = ranks.tell(path, device)
     how: dict[str, Any] = {"shared": True, "size": size, "dtype": torch.uint8, "device": "cpu"}
     mapped = [torch.from_file(p, **how) for p in paths]
-    _everyone(group, path)  # now all have opened it
+    ranks.tell("", device)  # now all have opened it
     os.unlink(path)
-    return mapped[dist.get_rank(group)], mapped, [m.data_ptr() for m in mapped]
+    return mapped[ranks.rank], mapped, [m.data_ptr() for m in mapped]
 
 
-def _everyone(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    """Every rank's value; on a GPU all earlier work is then done."""
-    found: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
-def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
+def why_not(ranks: Ranks, device: torch.device) -> str:
     """Why the ranks cannot reach each other's memory, the same on all of them; empty: they can.
 
     Asks all ranks, so that all take the same decision.
     """
-    places = _everyone(group, _place(device))
+    places = ranks.tell(_place(device), device)
     if len(places) > MOST_RANKS:
         return f"there are more than {MOST_RANKS} ranks"
     if len({kind for kind, *_ in places}) > 1:
@@ -156,9 +147,9 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
     reason = next((why for *_, why in places if why), "")
     if device.type != "cuda" or reason:
         return reason
-    reasons = _everyone(group, _unreachable([number for _, _, number, _ in places], device))
+    reasons = ranks.tell(_unreachable([number for _, _, number, _ in places], device), device)
     if not any(reasons):
-        reasons = _everyone(group, _unmappable(group, device))
+        reasons = ranks.tell(_unmappable(ranks, device), device)
     return next((why for why in reasons if why), "")
 
 
@@ -196,10 +187,10 @@ def _unreachable(devices: list[str], device: torch.device) -> str:
     return ""
 
 
-def _unmappable(group: dist.ProcessGroup, device: torch.device) -> str:
+def _unmappable(ranks: Ranks, device: torch.device) -> str:
     """What torch reports if a container or a driver does not let processes share memory."""
     try:
-        _on_gpus(group, 1024, device)
+        _on_gpus(ranks, 1024, device)
     except RuntimeError as error:
         return f"mapping it failed: {str(error).splitlines()[0]}"
     return ""

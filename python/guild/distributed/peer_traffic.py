@@ -62,7 +62,7 @@ class PeerTraffic:
 
     Attributes
     ----------
-    peers, memory : Peers, PeerMemory
+    peers : Peers
         The ranks, and the memory that rows pass through.
     call : int
         Number of the forward pass.
@@ -81,7 +81,6 @@ class PeerTraffic:
     """
 
     peers: Peers
-    memory: PeerMemory
     call: int
     own_ids: Tensor
     experts: int
@@ -94,6 +93,11 @@ class PeerTraffic:
     def ranks(self) -> Ranks:
         """The ranks that take part."""
         return self.peers.ranks
+
+    @property
+    def memory(self) -> PeerMemory:
+        """What rows pass through now."""
+        return self.peers.newest()
 
     @property
     def ids(self) -> Tensor:
@@ -259,7 +263,6 @@ def plan_peer_traffic(
     lists = None if room < 0 else Lists.of(local_ids, room)
     traffic = PeerTraffic(
         peers=peers,
-        memory=memory,
         call=peers.ranks.calls,
         own_ids=ids,
         experts=experts,

@@ -88,6 +88,14 @@ class Peers:
         even = self.max_tokens * top_k
         return min(math.ceil(times * even), self.ranks.size * even)
 
+    def newest(self) -> PeerMemory:
+        """The memory of a pass that begins now, also of the backward of an earlier forward.
+
+        All ranks have taken the same step to it, so none waits in a barrier of an older one.
+        """
+        assert self.memory is not None  # a forward made it
+        return self.memory
+
     def begin_forward(self, x: Tensor, top_k: int, facts: dict[str, int]) -> PeerMemory:
         """The memory for rows of x. Keeps `facts`, which the barrier compares.
 
@@ -228,7 +236,7 @@ class Peers:
         room = Room(self.max_tokens, top_k, x.shape[1] * x.element_size(), returned)
         if self.memory is None or not self.memory.room.holds(room):
             room = room if self.memory is None else room.joined(self.memory.room)
-            self.memory = PeerMemory(self.ranks.group, room, self.device)
+            self.memory = PeerMemory(self.ranks, room, self.device)
             self._all.append(self.memory)
         return self.memory
 
@@ -305,7 +313,7 @@ def peers_of(
     if engine == "nccl" or (engine == "auto" and device.type != "cuda"):
         return None
     asked = ranks.meet(device)
-    why = why_not(ranks.group, device)
+    why = why_not(ranks, device)
     if why and "peer" in asked:
         raise ValueError(
             f"engine: expected ranks that reach each other's memory for 'peer', got some that do "

@@ -225,7 +225,8 @@ def shard_layers(
         All ranks that have tokens of their own.
     experts_mesh : DeviceMesh
         Those of them that have the same experts: the other dimension of the mesh that
-        `distribute_experts` got one dimension of.
+        `distribute_experts` got one dimension of. Or two others, of replicas and of shards, as
+        `fully_shard` takes them.
     **options
         As `fully_shard` takes them: mp_policy, reshard_after_forward and so on.
 
@@ -252,9 +253,11 @@ def shard_layers(
             fully_shard(part, mesh=mesh, **_of_parts(options))
         layer.register_forward_hook(_own_output)
         fully_shard(layer, mesh=experts_mesh, ignored_params=sharded, **options)
-        if experts_mesh.size() == 1:
-            # FSDP2 then does not sum, and would divide once or twice depending on the dtype.
+        if experts_mesh.size(experts_mesh.ndim - 1) == 1:
+            # Of a single shard FSDP2 divides once or twice, depending on the dtype.
+            layer.set_gradient_divide_factor(1.0)
             layer.set_all_reduce_hook(partial(_divide, by=float(ranks)))
+            layer.set_force_sum_reduction_for_comms(True)
             continue
         layer.set_gradient_divide_factor(float(ranks))
         if experts_mesh.device_type == "cpu":  # gloo cannot divide while it sums

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import threading
 import time
 from collections import defaultdict
@@ -23,7 +24,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from guild.distributed.facts import calls_of, shown
 
@@ -166,6 +166,31 @@ class Ranks:
         by_rank = self._on_host(others).tolist()
         _expect_same_pass(by_rank, [0])
         return {ENGINES[row[2]] for row in by_rank}
+
+    def tell(self, value: Any, device: torch.device) -> list[Any]:
+        """Tell all ranks something of any type and size, in the time limit; every rank's value.
+
+        On a GPU all earlier work of the stream is then done, on every rank.
+
+        Raises
+        ------
+        RuntimeError
+            If a rank is gone or does not answer in time.
+        """
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._from_all(torch.tensor([own.shape[0]], device=device)).flatten().tolist()
+        found = self._from_all(F.pad(own, (0, max(sizes) - own.shape[0])).to(device))
+        return [
+            pickle.loads(row[:size].numpy().tobytes())
+            for row, size in zip(found, sizes, strict=True)
+        ]
+
+    def _from_all(self, own: Tensor) -> Tensor:
+        """A vector of each rank, on the CPU."""
+        sent = own.expand(self.size, -1).contiguous()
+        found = torch.empty_like(sent)
+        self._all_to_all(found, sent, None, None, "forward")
+        return self._on_host(found)
 
     def agree_backward(self, call: int, like: Tensor, half: int = 1) -> None:
         """Check that all ranks run the backward of the same forward.
@@ -326,33 +351,6 @@ BACKWARD_ORDER = (
     "expert_group: expected every rank to run the same forward and backward passes in the same "
     "order"
 )
-
-
-def process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group that `group` stands for; an error names what is wrong with it."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "group: expected torch.distributed to be initialised (torchrun, and "
-            "torch.distributed.init_process_group)"
-        )
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group: expected a mesh of one dimension, got {group.ndim}; take one of them: "
-                'mesh["name"]'
-            )
-        if group.get_coordinate() is None:
-            raise ValueError("group: expected a mesh that this rank is in, got one of other ranks")
-        return group.get_group()
-    if group is None:
-        return dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: expected one that this rank is in, got one of other ranks")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}"
-        )
-    return group
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store:

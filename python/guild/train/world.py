@@ -48,6 +48,7 @@ def joined(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     yield  # after an error there is no waiting for the others: torchrun ends them
+    dist.barrier()  # gloo ends a process whose peers are gone before it has freed its groups
     dist.destroy_process_group()
 
 

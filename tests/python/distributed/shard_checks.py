@@ -123,6 +123,16 @@ def groups_on_the_same_ranks(rank: int) -> None:
         outs[rank % 2].sum().backward()
 
 
+def order_after_memory_grows(rank: int) -> None:
+    """Ranks in the backwards of calls before and after the shared memory was enlarged meet."""
+    group = guild.ExpertParallel(engine="peer")
+    narrow, wide = (guild.MoE(hidden, 8, 8, 2, expert_group=group) for hidden in (16, 64))
+    outs = narrow(torch.randn(5, 16)), wide(torch.randn(5, 64))
+    told = "got backward of call 1 .*on rank 0, backward of call 2 .*on rank 1"
+    with pytest.raises(RuntimeError, match=f"^expert_group: .* the same order, {told}"):
+        outs[rank % 2].sum().backward()
+
+
 def sums_of_sequences_stay(rank: int) -> None:
     layer = guild.MoE(16, 8, 4, 2, balance_over="sequence")
     layer(torch.randn(3, 2, 16))
@@ -130,12 +140,43 @@ def sums_of_sequences_stay(rank: int) -> None:
         layer.balance_sums.over_ranks()
 
 
+def gradients_of_replicas(rank: int) -> None:
+    """Experts in replicas and in shards of them, also where there is one of either."""
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))  # the same on every rank
+    torch.manual_seed(0)
+    whole = guild.MoE(16, 8, 4, 2, bias=True)
+    whole(x).square().sum().backward()
+    names = ("replicas", "shards", "experts")
+    for sizes in ((1, 2, 2), (2, 1, 2), (4, 1, 1), (1, 1, 4), (2, 2, 1)):
+        for dtype in (torch.float32, torch.float16):
+            torch.manual_seed(0)
+            layer = guild.MoE(16, 8, 4, 2, bias=True)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            guild.distribute_experts(layer, mesh["experts"])
+            policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+            everyone = init_device_mesh("cpu", (4,))
+            shard_layers(layer, everyone, mesh["replicas", "shards"], mp_policy=policy)
+            layer(x).square().sum().backward()
+            for (name, got), expected in zip(
+                layer.named_parameters(), whole.parameters(), strict=True
+            ):
+                close = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.float16 else {}
+                torch.testing.assert_close(
+                    got.grad.full_tensor(),
+                    expected.grad,
+                    msg=lambda text, at=(sizes, dtype, name): f"{at}: {text}",
+                    **close,
+                )
+
+
 CHECKS = (
+    gradients_of_replicas,
     norm_of_sharded_parts_of_experts,
     initial_values_of_shards,
     outputs_changed_in_place,
     rows_changed_in_place,
     delayed_gradients_of_shards,
     groups_on_the_same_ranks,
+    order_after_memory_grows,
     sums_of_sequences_stay,
 )

@@ -44,6 +44,19 @@ def late(rank: int) -> None:
         expect_error(group, layer, rf"no answer from rank {_LOST} .*limit is {_LIMIT:g} s")
 
 
+def late_for_memory(rank: int) -> None:
+    """A rank comes late to the first call of the peer engine: its limit holds there too."""
+    ranks = dist.new_group(list(range(_RANKS)))
+    group = guild.ExpertParallel(ranks, engine="peer", timeout=_LIMIT)
+    layer = guild.MoE(16, 8, 6, 2, expert_group=group)
+    if rank == _LOST:
+        time.sleep(_LIMIT + 3)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"^expert_group: .*limit is {_LIMIT:g} s"):
+        layer(torch.randn(4, 16))
+    assert time.monotonic() - began < _MOST_SECONDS
+
+
 def killed(rank: int) -> None:
     """A rank is killed in the middle of a step, while the others are in backward.
 
@@ -66,15 +79,15 @@ def killed(rank: int) -> None:
 
 
 def run(rank: int, folder: str) -> None:
-    """Run both checks on one rank."""
+    """Run the checks on one rank."""
     dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=_RANKS)
-    for check in (late, killed):
+    for check in (late, late_for_memory, killed):
         check(rank)
         (Path(folder) / f"{check.__name__}.{rank}").touch()
 
 
 def test_three_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Both checks run on all three ranks, and the processes end."""
+    """All checks run on all three ranks, and the processes end."""
     if request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
     processes = start_ranks(run, _RANKS, str(tmp_path)).processes
@@ -84,4 +97,5 @@ def test_three_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
         -signal.SIGKILL if rank == _LOST else 0 for rank in range(_RANKS)
     ]
     done = {path.name for path in tmp_path.iterdir()} - {"ranks"}
-    assert done == {f"late.{r}" for r in range(_RANKS)} | {"killed.0", "killed.2"}
+    late_ones = {f"{check}.{r}" for check in ("late", "late_for_memory") for r in range(_RANKS)}
+    assert done == late_ones | {"killed.0", "killed.2"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -321,6 +322,9 @@ def test_options_assigned_later(gradients: bool) -> None:
             ("routing", "sigmoid", r"routing: expected a guild\.Router, got 'sigmoid'"),
             ("fp8", True, r"fp8: expected guild\.FP8, got bool True"),
             ("w_up", None, r"w_up: expected a torch\.Tensor, got NoneType"),
+            ("hidden", torch.ones(2), "hidden: expected an int, got Tensor"),
+            ("experts", 0, "experts: expected at least 1, got 0"),
+            ("experts", "6", "experts: expected an int, got str '6'"),
             ("router", None, r"router: expected a torch\.nn\.Module, got None"),
             ("balance_over", "token", "balance_over: expected None, 'batch' or 'sequence', got"),
             ("recompute", 1, "recompute: expected True or False, got 1"),
@@ -334,6 +338,20 @@ def test_options_assigned_later(gradients: bool) -> None:
                     layer.train(training)(x)
             setattr(layer, name, before)
         assert torch.equal(layer(x), other(x))
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("name", ["activation", "order"])
+def test_arrays_in_place_of_names(name: str, gradients: bool) -> None:
+    """Arrays, which compare element by element, also beside shared experts' own options."""
+    for of_shared in (False, True):
+        layer = guild.MoE(24, 16, 6, 2, shared_experts=1)
+        setattr(layer.shared if of_shared else layer, name, np.ones(2))
+        with (
+            torch.set_grad_enabled(gradients),
+            pytest.raises((TypeError, ValueError), match=f"^{name}: "),
+        ):
+            layer(torch.randn(5, 24))
 
 
 @pytest.mark.parametrize("gradients", [True, False])

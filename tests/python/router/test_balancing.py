@@ -261,6 +261,11 @@ WRONG = {
         TypeError,
         "token_mask: expected dtype bool, got int32",
     ),
+    "sequences as a tensor": (
+        lambda x, ids: guild.balance_sums(x, ids, sequences=torch.tensor([2, 3])),
+        TypeError,
+        "sequences: expected an int, got Tensor",
+    ),
     "balance_over": (
         lambda x, ids: guild.MoE(8, 8, 4, 2, balance_over="rank"),
         ValueError,
