@@ -2,10 +2,18 @@
 //
 // Every function checks its arguments on the host, throws guild::Error if one is wrong, and
 // otherwise only enqueues work on the queue's stream: no allocation, no synchronisation, no read
-// of device memory. All pointers are device pointers, but for copy_indices' `from`. They are
-// 16-byte aligned, and so is every row: H and I are multiples of 8. Gate and up have the same
-// contiguous dimension. There are at most 2^31 - 8192 rows, tokens and slots, and 2^30 rows in
-// gradients of weights. Calls can be captured in a CUDA graph, and results are deterministic.
+// of device memory. It also throws guild::Error if a call of CUDA fails; earlier kernels of a
+// function that launches several may have been launched by then. Calls can be captured in a CUDA
+// graph, and results are deterministic.
+//
+// Pointers are device pointers, except copy_indices' `from`, MoeForward::sort, Meet::report and
+// usable's `why`. They are 16-byte aligned, and so is every row: H and I are multiples of 8. Gate
+// and up have the same contiguous dimension. There are at most 2^31 - 8192 rows, tokens and slots,
+// and 2^30 rows in gradients of weights.
+//
+// Several host threads may call at the same time, on streams and devices of their own, as long as
+// no two calls that may run at the same time write the same memory: outputs, workspaces and the
+// queue's counter.
 #pragma once
 #include "guild/error.h"
 #include "guild/float8.h"
