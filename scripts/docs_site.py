@@ -30,13 +30,13 @@ _CODE_OR_LINK = re.compile(
     r"^```.*?^```|(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)|(!?)\[((?:[^\]\[`]|`[^`]*`)*)\]\(([^)\s]+)\)",
     re.DOTALL | re.MULTILINE,
 )
-# The navigation column beside every page, in this order; * stands for the rest.
+# The navigation column beside every page, in this order; * stands for all of a folder.
 CONTENTS = {
-    "Guide": ["readme", "guide", "lora", "parallel", "numerics", "integrations/*"],
+    "Guide": ["readme", "guide", "lora", "float8", "parallel", "numerics", "integrations/*"],
     "Python": ["api/python/*"],
     "C++": ["api/cpp/*"],
     "Measured": ["measured/*"],
-    "Developers": ["kernel", "papers", "contributing", "changelog", "*"],
+    "Developers": ["kernel", "papers", "contributing", "changelog"],
 }
 
 

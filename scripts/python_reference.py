@@ -15,6 +15,28 @@ from functools import cache
 from pathlib import Path
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Methods that other parts of Guild call, and users do not: the reference leaves them out.
+INTERNAL = {
+    "ExpertParallel": {
+        "fill_normal",
+        "local_parts",
+        "new_layer",
+        "routed_experts_and_offsets",
+        "routed_layer",
+    },
+    "FP8": {"recipe"},
+    "FP8Weights": {"expect_layout", "refresh_from"},
+    "LoRA": {"operands"},
+    "MoE": {"share_experts"},
+    "Router": {"expect_sizes"},
+    "WeightGradients": {
+        "expect_no_averaging",
+        "expect_targets",
+        "gradients_without_meaning",
+        "reached_by_autograd",
+        "take",
+    },
+}
 
 
 @cache
@@ -131,23 +153,32 @@ def method(node: ast.FunctionDef) -> str:
 
 
 def entry(name: str, node: ast.AST) -> str:
-    """The entry of `name`; of a class with every public method that is documented."""
+    """The entry of `name`; of a class with the documented methods that are for users."""
     if isinstance(node, Function):
         return directive("function", f"{name}{signature(node)}", node)
     if not isinstance(node, ast.ClassDef):
         return f".. py:data:: {name}\n   :value: {ast.unparse(node.value)}\n"
+    hidden = INTERNAL.get(node.name, ())
     members = [
         method(part)
         for part in node.body
-        if isinstance(part, Function) and part.name[0] != "_" and ast.get_docstring(part)
+        if isinstance(part, Function)
+        and part.name[0] != "_"
+        and part.name not in hidden
+        and ast.get_docstring(part)
     ]
     return directive("class", f"{name}{class_signature(node)}", node, "", "\n".join(members))
 
 
 def pages(package: Path) -> dict[str, str]:
-    """The pages of a package by file name: one for each module that its public names come from."""
+    """The pages of a package by file name: one for each module that its public names come from.
+
+    The title of a page is its module if users import from that, or else the names on the page.
+    """
     written: dict[str, list[str]] = {}
-    for name, path, names in public_packages(package):
+    titles: dict[str, str] = {}
+    packages = list(public_packages(package))
+    for name, path, names in packages:
         for public in names:
             node, file = definition(public, path, package)
             if path.parent != package:  # a subpackage's names are one page
@@ -155,7 +186,15 @@ def pages(package: Path) -> dict[str, str]:
             parts = file.relative_to(package.parent).with_suffix("").parts
             module = ".".join(parts).removesuffix(".__init__")
             about = inspect.cleandoc(ast.get_docstring(tree_of(file)) or "").partition("\n\n")[0]
-            page = written.setdefault(module, [f"# {module}", " ".join(about.split())])
+            page = written.setdefault(module, [" ".join(about.split())])
+            if any(module == imported for imported, _, _ in packages):
+                titles[module] = module
+            else:
+                others = titles.get(module)
+                titles[module] = f"{others}, {public}" if others else f"{name}.{public}"
             shown = f".. py:currentmodule:: {name}\n\n{entry(public, node)}"
             page.append(f"```{{eval-rst}}\n{shown}```")
-    return {f"{module}.md": "\n\n".join(parts) + "\n" for module, parts in written.items()}
+    return {
+        f"{module}.md": "\n\n".join([f"# {titles[module]}", *parts]) + "\n"
+        for module, parts in written.items()
+    }

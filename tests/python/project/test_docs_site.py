@@ -134,7 +134,7 @@ def test_package_becomes_pages(tmp_path: Path) -> None:
     pages = python_reference.pages(tmp_path / "house")
     assert set(pages) == {"house.door.md", "house.guests.md"}
     door = pages["house.door.md"]
-    assert door.startswith("# house.door\n\nDoors.\n")
+    assert door.startswith("# house.Door, knock\n\nDoors.\n")
     entries = re.findall(r"^ *\.\. (py:(?!current)\w+:: .*)", door, re.MULTILINE)
     assert entries == [
         "py:class:: Door(wide: int, *, open: bool=False)",
@@ -145,6 +145,7 @@ def test_package_becomes_pages(tmp_path: Path) -> None:
     ]
     assert "Shut it, after :py:obj:`knock`." in door and "How often: ``2 * x``." in door
     assert ":type: int" in door and ":staticmethod:" in door
+    assert pages["house.guests.md"].startswith("# house.guests\n")
     guests = ".. py:currentmodule:: house.guests\n\n.. py:"
     assert f"{guests}function:: come()" in pages["house.guests.md"]
     assert f"{guests}data:: LIMIT\n   :value: 3" in pages["house.guests.md"]
@@ -159,6 +160,25 @@ def test_every_public_name_has_an_entry() -> None:
     for init in (ROOT / "python/guild/integrations").glob("*/__init__.py"):
         names = python_reference.listed(init)
         assert names and {f"guild.integrations.{init.parent.name}.{n}" for n in names} <= shown
+
+
+@needs_sphinx
+def test_methods_for_guild_itself_have_no_entry() -> None:
+    """Each method that is left out exists, and its class is on one of the pages without it."""
+    text = "\n".join(python_reference.pages(ROOT / "python/guild").values())
+    for name, methods in python_reference.INTERNAL.items():
+        assert all(hasattr(getattr(guild, name), method) for method in methods)
+        entries = re.findall(rf"py:class:: {name}\((.*?)(?=\n\.\. |\Z)", text, re.DOTALL)
+        shown = {method for e in entries for method in re.findall(r"py:method:: (\w+)", e)}
+        assert entries and not shown & methods
+
+
+def test_every_page_has_one_place_in_the_navigation() -> None:
+    listed = [entry for entries in docs_site.CONTENTS.values() for entry in entries]
+    for page, _ in docs_site.pages():
+        folder = page.rpartition("/")[0]
+        named = [e for e in listed if e == page.removesuffix(".md") or e == f"{folder}/*"]
+        assert len(named) == (page != "index.md"), page
 
 
 @pytest.mark.parametrize("shown", ['["Door", "knock"]', "sorted(_MODULE_OF)"])
