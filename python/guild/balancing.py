@@ -170,15 +170,28 @@ def balance_sums(
     return BalanceSums(counts, shares, squares, counted)
 
 
-def warn_without_gradient(sums: BalanceSums, router: nn.Module) -> None:
-    """Warn where losses that should train a router have no gradient, and so train nothing."""
-    wanted = torch.is_grad_enabled() and any(p.requires_grad for p in router.parameters())
+def expected_sums(layer: nn.Module) -> BalanceSums:
+    """The sums of a guild.MoE, for its losses; an AttributeError says why there are none.
+
+    Warns where losses that should train the router have no gradient, and so train nothing.
+    """
+    if layer.balance_over is None:
+        raise AttributeError(
+            'balance_over: expected MoE(balance_over="batch" or "sequence"), got None'
+        )
+    sums = layer.balance_sums
+    if sums is None:
+        raise AttributeError(
+            "balance_sums: expected a forward pass in training mode first, got none"
+        )
+    wanted = torch.is_grad_enabled() and any(p.requires_grad for p in layer.router.parameters())
     if wanted and not sums.shares.requires_grad:
         warnings.warn(
             "load_balancing_loss, z_loss: no gradient reaches the router because the layer's last "
             "forward ran without gradients; with torch.utils.checkpoint pass use_reentrant=False",
-            stacklevel=4,
+            stacklevel=3,
         )
+    return sums
 
 
 def counts_of_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:

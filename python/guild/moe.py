@@ -20,7 +20,7 @@ from guild._torch.checks import (
     expect_shape,
 )
 from guild.activations import Activation, as_activation, is_interleaved
-from guild.balancing import BalanceSums, move_selection_bias, warn_without_gradient
+from guild.balancing import expected_sums, move_selection_bias
 from guild.float8.settings import FP8, expect_fp8
 from guild.layer_experts import (
     expect_reachable,
@@ -57,8 +57,6 @@ from guild.weight_gradients import WeightGradients, expect_sink
 if TYPE_CHECKING:
     from guild.distributed.expert_parallel import ExpertParallel
 
-_LOSSES = ("load_balancing_loss", "z_loss")
-
 
 class MoE(LayerState):
     """Router, experts and, if asked for, shared experts.
@@ -90,7 +88,7 @@ class MoE(LayerState):
     router_bias : bool
         Whether the router's logits have a bias (gpt-oss).
     shared_intermediate : int, optional
-        Width of the dense MLP, in place of shared_experts * intermediate.
+        Width of that MLP, instead of `shared_experts`: give only one of the two.
     shared_gate : bool
         Multiply the shared experts' output by one sigmoid per token (Qwen2-MoE, Qwen3-Next).
     recompute : bool
@@ -288,9 +286,7 @@ class MoE(LayerState):
 
     def _keeps_logits(self) -> bool:
         """Whether balancing or rounding needs the router's logits."""
-        return self.training and (
-            self.balance_over is not None or self.routing.rounding is not None
-        )
+        return self.training and not (self.balance_over is self.routing.rounding is None)
 
     def _routes_in_one(self) -> bool:
         """Whether router and experts can be one op: nothing else needs the routing in between."""
@@ -327,27 +323,30 @@ class MoE(LayerState):
 
     @property
     def load_balancing_loss(self) -> Tensor:
-        """`BalanceSums.load_balancing_loss` of the last forward in training."""
-        return self._kept_sums().load_balancing_loss()
+        """`BalanceSums.load_balancing_loss` of the last forward in training.
+
+        Raises
+        ------
+        AttributeError
+            Without `balance_over`, or before a forward in training mode.
+        """
+        return expected_sums(self).load_balancing_loss()
 
     @property
     def z_loss(self) -> Tensor:
-        """`BalanceSums.z_loss` of the last forward in training."""
-        return self._kept_sums().z_loss()
+        """`BalanceSums.z_loss` of the last forward in training.
+
+        Raises
+        ------
+        AttributeError
+            Without `balance_over`, or before a forward in training mode.
+        """
+        return expected_sums(self).z_loss()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _LOSSES and self._balance_sums is None:
-            self._kept_sums()  # raises with a message that torch.nn.Module's would hide
+        if name in ("load_balancing_loss", "z_loss") and self._balance_sums is None:
+            expected_sums(self)  # raises with a message that torch.nn.Module's would hide
         return super().__getattr__(name)
-
-    def _kept_sums(self) -> BalanceSums:
-        if self.balance_sums is None:
-            raise AttributeError(
-                'balance_over: expected MoE(balance_over="batch" or "sequence") and a forward pass '
-                f"in training mode, got {self.balance_over!r} or no such pass"
-            )
-        warn_without_gradient(self.balance_sums, self.router)
-        return self.balance_sums
 
     @property
     def expert_counts(self) -> Tensor | None:

@@ -268,10 +268,12 @@ def test_counts_before_and_after() -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
 def test_losses_that_are_not_there() -> None:
     """AttributeError, which hasattr and all that walks through attributes expects; it says why."""
-    for moe in (guild.MoE(16, 8, 4, 2), guild.MoE(16, 8, 4, 2, balance_over="batch")):
+    reasons = {None: "balance_over: expected MoE", "batch": "balance_sums: expected a forward pass"}
+    for over, reason in reasons.items():
+        moe = guild.MoE(16, 8, 4, 2, balance_over=over)
         for name in ("load_balancing_loss", "z_loss"):
             assert not hasattr(moe, name) and getattr(moe, name, None) is None
-            with pytest.raises(AttributeError, match=r"^balance_over: expected MoE.*and a forward"):
+            with pytest.raises(AttributeError, match=f"^{reason}.*, got"):
                 getattr(moe, name)
         assert ("top_k", 2) in inspect.getmembers(moe)
         x = torch.randn(3, 16)
