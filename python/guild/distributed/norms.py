@@ -63,13 +63,18 @@ def _part(grad: Tensor) -> Tensor:
     return (grad if summed == grad.placements else grad.redistribute(placements=summed)).to_local()
 
 
-def norm_of(grads: list[Tensor], groups: list[dist.ProcessGroup], norm_type: float) -> Tensor:
+def norm_of(
+    grads: list[Tensor],
+    groups: list[dist.ProcessGroup],
+    norm_type: float,
+    foreach: bool | None = None,
+) -> Tensor:
     """The norm of the whole gradients, float32, from the parts on all ranks."""
     parts = [_part(grad) for grad in grads]
     filled = [part for part in parts if part.numel()]
     norm = torch.zeros((), dtype=torch.float32, device=parts[0].device)
     if filled:
-        norm = torch.nn.utils.get_total_norm(filled, norm_type).float()
+        norm = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).float()
     for group in groups:
         if math.isinf(norm_type):
             lost = norm.isnan().float()  # a maximum may leave NaN out

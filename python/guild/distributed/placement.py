@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from guild._torch.checks import expect_positive, expect_tensor
+from guild._torch.checks import expect_flag, expect_positive, expect_tensor
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
 from guild.distributed.norms import by_layout, norm_of
 from guild.distributed.own_experts import EXPERT_WEIGHTS, tensors_of
@@ -233,11 +233,18 @@ def shard_layers(
     Raises
     ------
     ValueError
-        If the sizes of the meshes do not fit, or experts are not distributed.
+        If the sizes of the meshes do not fit, or experts are not distributed, or a layer itself
+        went to `fully_shard`.
     """
     for layer in layers_of(module):
         if layer.expert_group is None:
             raise ValueError("module: expected layers after distribute_experts, got one before it")
+        if isinstance(layer, FSDPModule):
+            raise ValueError(
+                "module: expected layers that shard_layers is to shard, got a guild.MoE that went "
+                "to fully_shard or shard_layers before; only a block around it may go to "
+                "fully_shard, with ignored_params=expert_weights(block)"
+            )
         ranks = layer.expert_group.size * experts_mesh.size()
         if mesh.size() != ranks:
             raise ValueError(
@@ -296,7 +303,11 @@ def _own_output(part: nn.Module, arguments: Any, output: Any) -> Any:
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that lie on several meshes.
 
@@ -312,6 +323,11 @@ def clip_grad_norm_(
         Above 0. Gradients are scaled down to it where their norm is larger.
     norm_type : float
         Order of the norm, above 0; infinite for the largest absolute value.
+    error_if_nonfinite : bool
+        Raise an error if the norm is NaN or infinite, on every rank and before any gradient is
+        scaled. On a GPU the host then waits for the norm.
+    foreach : bool, optional
+        As torch takes it. Default: torch's choice for the gradients' device.
 
     Returns
     -------
@@ -320,23 +336,32 @@ def clip_grad_norm_(
 
     Raises
     ------
-    ValueError
-        If max_norm or norm_type is not above 0.
+    TypeError, ValueError
+        If max_norm or norm_type is not above 0, or error_if_nonfinite is no bool.
+    RuntimeError
+        With error_if_nonfinite, if the norm is not finite.
     """
     expect_positive("max_norm", max_norm)
+    expect_flag("error_if_nonfinite", error_if_nonfinite)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    total = grad_norm(parameters, norm_type)
+    total = grad_norm(parameters, norm_type, foreach)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"error_if_nonfinite: expected gradients with a finite norm, got {total.item()}"
+        )
     for group in by_layout(parameters).values():
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach)
     return total
 
 
-def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def grad_norm(
+    parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0, foreach: bool | None = None
+) -> Tensor:
     """The norm of the gradients of all ranks, as `clip_grad_norm_` returns it."""
     expect_positive("norm_type", norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     norms = [
-        norm_of([p.grad for p in group], layout.groups(), norm_type)
+        norm_of([p.grad for p in group], layout.groups(), norm_type, foreach)
         for layout, group in by_layout(parameters).items()
     ]
     if not norms:

@@ -127,6 +127,16 @@ def every_norm(rank: int) -> None:
         expected = nn.utils.get_total_norm([p.grad for p in one.parameters()], kind)
         norm = clip_grad_norm_(many.parameters(), 1e9, kind)
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    for foreach in (True, False):
+        again = clip_grad_norm_(many.parameters(), 1e9, float("inf"), foreach=foreach)
+        assert torch.equal(again, norm)
+    expert = many.blocks[0].moe.w_up  # of two ranks; all raise, and nothing is scaled
+    before = expert.grad.to_local().clone()
+    with torch.no_grad():
+        many.blocks[0].moe.w_down.grad.to_local().fill_(float("inf") if rank == 3 else 1.0)
+    with pytest.raises(RuntimeError, match=r"^error_if_nonfinite: expected .* got inf"):
+        clip_grad_norm_(many.parameters(), 1e-3, error_if_nonfinite=True)
+    assert torch.equal(expert.grad.to_local(), before)
     one = nn.Parameter(torch.ones(4))
     assert clip_grad_norm_([one], 1.0) == 0
     one.grad = torch.full((4,), 5.0)
@@ -245,6 +255,11 @@ def refusals(rank: int) -> None:
         guild.distribute_experts(model, mesh["experts"])
     with pytest.raises(ValueError, match=r"^mesh: expected 8 ranks"):
         shard_layers(model, everyone, everyone)
+    sharded = guild.MoE(16, 8, 4, 2)
+    guild.distribute_experts(sharded, mesh["experts"])
+    fully_shard(sharded, mesh=everyone, ignored_params=expert_weights(sharded))
+    with pytest.raises(ValueError, match=r"^module: expected layers .* went to fully_shard"):
+        shard_layers(sharded, everyone, mesh["data"])
     whole = model_of()
     guild.distribute_experts(whole, everyone)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("experts", "data"))["data"]
