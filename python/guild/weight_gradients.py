@@ -102,6 +102,9 @@ class WeightGradients:
         self._pending: list[_Pass] = []
         self._apart: set[tuple[Any, ...]] = set()
 
+    def __repr__(self) -> str:
+        return f"WeightGradients(main_grad={self.main_grad}, delayed={self.delayed})"
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what is pending: its gradients belong to the original's parameters alone."""
         return {**self.__dict__, "_pending": [], "_apart": set()}

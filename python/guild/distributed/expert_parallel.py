@@ -89,17 +89,12 @@ class ExpertParallel:
         Peer engine: the most tokens of any rank in a call; default: that of the first call. More
         raise an error.
     capacity : float, optional
-        Peer engine: a rank has room for this many times the rows that it would have if all ranks
-        had max_tokens tokens and every rank's experts equally many rows. Where more come, the
-        result is NaN on all ranks and the next call raises. Default: room for any routing, which
-        is `size` times as many. With more than two ranks, pre-activations are then kept only where
-        no more than twice as many come, else backward computes them again, as with `recompute`;
-        with lists of weights, LoRA, weight_gradients and exact=True always.
-
-    Attributes
-    ----------
-    size, rank : int
-        Ranks in the group, and which one this is.
+        Peer engine: a rank has room for capacity * max_tokens * top_k rows, that is, `capacity`
+        times an even share. Where more come, the result is NaN on all ranks and the next call
+        raises. Default: room for any routing, which is `size` times an even share. With more than
+        two ranks, pre-activations are then kept only where no more than twice an even share comes,
+        else backward computes them again, as with `recompute`; with lists of weights, LoRA,
+        weight_gradients and exact=True always.
 
     Raises
     ------
@@ -249,6 +244,7 @@ class ExpertParallel:
         lora_down: LoRA | None = None,
         out: None = None,
         expert_map: None = None,
+        fp8: None = None,
     ) -> Tensor:
         """`guild.routed_experts` of this rank's tokens, with experts on all ranks of the group.
 
@@ -262,8 +258,9 @@ class ExpertParallel:
         activation, order, transposed, recompute, weight_gradients, lora_up, lora_down
             As `guild.routed_experts` takes them, LoRA terms for this rank's experts;
             weight_gradients and LoRA not with exact=True.
-        out, expert_map
-            Not with experts on other ranks: results are new tensors, and ids are of all experts.
+        out, expert_map, fp8
+            Not with experts on other ranks: results are new tensors, ids are of all experts, and
+            products run in x's dtype.
 
         Returns
         -------
@@ -279,7 +276,7 @@ class ExpertParallel:
         NotImplementedError
             Under torch.func's transforms and forward-mode AD.
         """
-        expect_absent(out=out, expert_map=expert_map)
+        expect_absent(out=out, expert_map=expert_map, fp8=fp8)
         given = RoutedArguments(
             x=x,
             topk_ids=topk_ids,
@@ -387,6 +384,9 @@ class ExpertParallel:
         with self._ranks.in_step("forward"):
             out = StepwiseExperts.apply(*taken, x, *product, scores, residual, *local)
             return out, own_offsets(ids, scores, None, experts)
+
+    def __repr__(self) -> str:
+        return f"ExpertParallel(size={self.size}, rank={self.rank}, engine={self._engine!r})"
 
     def __deepcopy__(self, _: dict[int, Any]) -> ExpertParallel:
         """Itself: copies of a layer are on the same ranks."""

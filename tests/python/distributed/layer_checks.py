@@ -244,6 +244,8 @@ def arguments(rank: int) -> None:
         pickle.dumps(guild.MoE(8, 8, 4, 2, expert_group=group))
     sink = guild.WeightGradients()
     layer = guild.MoE(8, 8, 4, 2, expert_group=group_of(4, True), weight_gradients=sink)
+    assert f"ExpertParallel(size=4, rank={rank}, engine='nccl')" in repr(layer)
+    assert "WeightGradients(main_grad=False, delayed=False)" in repr(layer)
     with pytest.raises(ValueError, match=r"^weight_gradients: "):
         layer(torch.randn(2, 8))
     with pytest.raises(ValueError, match=r"^out: expected None with experts on other ranks"):
@@ -251,6 +253,7 @@ def arguments(rank: int) -> None:
     tokens = torch.randn(2, 8), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
     weights = torch.randn(1, 16, 8), torch.randn(1, 8, 8)
     absent = {"out": torch.empty(2, 8), "expert_map": torch.zeros(4, dtype=torch.int32)}
+    absent["fp8"] = guild.FP8()
     for name, value in absent.items():
         with pytest.raises(ValueError, match=f"^{name}: expected None with experts on other"):
             group.routed_experts(*tokens, *weights, **{name: value})
