@@ -30,6 +30,14 @@ def note_failure(case: dict[str, Any], name: str, error: Exception, console: Con
     console.print(f"[red]{escape(_title(case))}, {escape(name)}:[/] {escape(message)}")
 
 
+def note_no_rows(case: dict[str, Any], name: str, console: Console) -> None:
+    """Print that a way of routing leaves the experts nothing to compute."""
+    console.print(
+        f"[yellow]{escape(_title(case))}, {escape(name)}:[/] no expert has a row left, so its time "
+        "is that of a layer without experts; more tokens give it rows"
+    )
+
+
 @contextmanager
 def noting(
     case: dict[str, Any],

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import guild
 from guild.bench.candidates import module_of
-from guild.bench.failures import note_failure, noting
+from guild.bench.failures import note_failure, note_no_rows, noting
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 from guild.bench.problem import Problem, make_problems
@@ -96,6 +96,8 @@ def _make_calls(
             if name == "nearest" and chosen is not None:
                 _require_nearest(counts, chosen, problems[0].shape.tokens)
             case["rows"][name] = int(counts.sum())
+            if not case["rows"][name]:
+                note_no_rows(case, name, console)
             case["tile_rows"][name] = int(((counts + TILE - 1) // TILE * TILE).sum())
             calls["routing"][name] = _all_of([partial(route, _logits(p)) for p in problems])
             steps = [partial(_step, m, p) for m, p in zip(modules, problems, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,3 +88,14 @@ def test_wrong_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert case["failures"]["nearest"].startswith("wrong rows of expert ")
     assert case["figures"]["layer"].keys() == WAYS - {"nearest"}
     Console(file=io.StringIO()).print(rounding_table(record))
+
+
+def test_rounding_that_leaves_no_rows_is_noted() -> None:
+    """With few tokens, rounding to the nearest tile rounds every expert's count to 0."""
+    plan = plan_of("cpu")
+    few = Shape(tokens=64, hidden=64, intermediate=32, experts=8, top_k=2)
+    console = Console(file=io.StringIO(), width=170)
+    record = measure_rounding(replace(plan, shapes={"few": few}, routings=("balanced",)), console)
+    assert record["cases"][0]["rows"]["nearest"] == 0
+    printed = console.file.getvalue()
+    assert "nearest: no expert has a row left" in printed and printed.count("no expert") == 1
