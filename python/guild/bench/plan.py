@@ -23,6 +23,7 @@ from guild.bench.names import (
 from guild.bench.presets import CPU_SHAPES, DECODE_PRESETS, NAMED, PRESETS, Shape, parse_shape
 from guild.bench.problem import DECODE_ROUTINGS, ROUTINGS, expect_room, expect_routable
 from guild.bench.sweep import CPU_RANGES, GPU_RANGES, random_shapes
+from guild.options import excludes, needs
 from guild.provenance import pick_device
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096)
@@ -161,18 +162,18 @@ def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
 def _require_mode(args: argparse.Namespace) -> None:
     """Raise for options that do not apply to the mode."""
     if args.quack and not args.steps:
-        raise ValueError("quack: expected only with --steps")
+        raise needs("quack", "--steps")
     for name in ("tokens", "parts", "peer"):
         if getattr(args, name) not in (None, []) and not args.decode:
-            raise ValueError(f"{name}: expected only with --decode")
+            raise needs(name, "--decode")
     modes = ("steps", "memory", "rounding", "decode", "fp8")
     mode = next((name for name in modes if getattr(args, name)), None)
     if args.sweep is not None and (args.preset or args.thiek):
-        raise ValueError("sweep: expected without --preset and --thiek")
+        raise excludes("sweep", "--preset or --thiek")
     chooses = args.memory or args.decode
     for name in ("num_sms",) if chooses else ("num_sms", "candidates"):
         if getattr(args, name) is not None and mode:
-            raise ValueError(f"{name}: expected without --{mode}")
+            raise excludes(name, f"--{mode}")
     stems = [file.stem for file in args.peer]
     for stem in stems:
         if stems.count(stem) > 1:  # candidates are known by it
@@ -182,18 +183,18 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("rounds", "seconds", "calls"):  # nothing is timed
         default = BenchPlan.rounds if name == "rounds" else None
         if args.memory and getattr(args, name) != default:
-            raise ValueError(f"{name}: expected without --memory")
+            raise excludes(name, "--memory")
     if args.seconds is not None and args.calls is not None:
-        raise ValueError(f"seconds: expected without --calls, got {args.seconds}")
+        raise excludes("seconds", "--calls")
     if args.sonicmoe and mode:
-        raise ValueError(f"sonicmoe: expected without --{mode}")
+        raise excludes("sonicmoe", f"--{mode}")
     for name, default in LayerForm().options().items():
         if getattr(args, name) == default:
             continue
         if args.sonicmoe:
-            raise ValueError(f"{name}: expected without --sonicmoe")
+            raise excludes(name, "--sonicmoe")
         if mode not in (None, "decode") and (name, mode) != ("bias", "steps"):
-            raise ValueError(f"{name}: expected without --{mode}")
+            raise excludes(name, f"--{mode}")
 
 
 def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:

@@ -16,6 +16,7 @@ from guild.bench.plan import plan_bench
 from guild.bench.results import make_folder, replacing
 from guild.cli.console import CommandConsole
 from guild.cli.streams import write_out
+from guild.options import excludes
 from guild.provenance import make_current
 
 _DRAWN = ("layers", "decode")  # modes whose records have a plot
@@ -122,7 +123,7 @@ def _require_report_alone(args: dict[str, Any], defaults: dict[str, Any]) -> Non
     """Raise for options that say what to measure, and how."""
     for name, value in args.items():
         if value != defaults[name] and name not in ("report", "json", "out"):
-            raise ValueError(f"{name}: expected without --report")
+            raise excludes(name, "--report")
 
 
 def _draw(record: dict[str, Any], file: Path) -> None:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from guild.cli.console import CommandConsole
 from guild.cli.failures import said_once
+from guild.options import excludes, needs
 from guild.provenance import make_current, pick_device, set_threads
 from guild.train.interrupt import INTERRUPTED, StopRequest
 from guild.train.loop import Plan, Training
@@ -175,7 +176,7 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     dtype = typed.get("dtype", "auto")
     moe, compare, fp8 = _trained(typed, list(saved["learners"]) if saved else [])
     if resume and typed.get("no_checkpoint"):
-        raise ValueError("no_checkpoint: expected without --resume, which continues a checkpoint")
+        raise excludes("no_checkpoint", "--resume")
     if saved and dtype == "auto":
         dtype = saved["dtype"].removeprefix("torch.")
     _expect_ranks(typed, compare, fp8 or moe == "fp8")
@@ -219,9 +220,10 @@ def _trained(typed: dict[str, Any], saved: list[str]) -> tuple[str, bool, bool]:
     """
     moe, compare, fp8 = typed.get("moe"), typed.get("compare", False), typed.get("fp8", False)
     if compare and moe in ("plain", "fp8"):
-        raise ValueError("moe: --compare trains both layers, leave --moe out")
+        raise excludes("compare", f"--moe {moe}: it trains both layers")
     if fp8 and (compare or moe):
-        raise ValueError("fp8: --fp8 trains two layers, leave --compare and --moe out")
+        other = "--compare" if compare else f"--moe {moe}"
+        raise excludes("fp8", f"{other}: it trains two layers")
     if len(saved) > 1 and not (moe or compare or fp8):
         fp8 = "fp8" in saved
         compare = not fp8
@@ -234,19 +236,19 @@ def _expect_ranks(typed: dict[str, Any], compare: bool, fp8: bool) -> None:
     if count < 1:
         raise ValueError(f"expert_parallel: expected at least 1, got {count}")
     if typed.get("fsdp"):
-        came = ", got a checkpoint of {}" if typed.get("resume") else ""
-        if compare:
-            raise ValueError(
-                f"compare: expected one layer at a time with --fsdp{came.format('two')}"
-            )
-        if fp8:
-            raise ValueError(f"fp8: expected without --fsdp{came.format('FP8')}")
+        for name in ("compare", "fp8"):
+            if typed.get(name):
+                raise excludes(name, "--fsdp")
+        if typed.get("moe") == "fp8":
+            raise excludes("moe fp8", "--fsdp")
+        if compare or fp8:
+            raise excludes("fsdp", f"a checkpoint of {'two layers' if compare else 'FP8'}")
         return
     for name in ("expert_parallel", "keep_gathered"):
         if typed.get(name):
-            raise ValueError(f"{name}: expected only with --fsdp")
+            raise needs(name, "--fsdp")
     if is_started_by_torchrun():
-        raise ValueError("fsdp: expected --fsdp where torchrun starts several processes")
+        raise ValueError("--fsdp: needed where torchrun starts several processes")
 
 
 def show(summary: dict[str, Any], out: Path, console: Console) -> None:

@@ -322,7 +322,7 @@ def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--parts router", "parts: expected any of experts, layer, got 'router'"),
         ("--routing balanced", "routing: expected any of random, zipf, hot, same, or all, got"),
         ("--candidates bound", "candidates: expected any of guild, torch on cpu, got 'bound'"),
-        ("--num-sms 3", "num_sms: expected without --decode"),
+        ("--num-sms 3", "--num-sms: cannot be used with --decode"),
         ("--peer {tmp}/none.py", "peer: expected a Python file, got '.*none.py'"),
         ("--peer {tmp}/empty.py", "peer: expected a function decode_candidates in '.*empty.py'"),
         (
@@ -350,7 +350,7 @@ def test_wrong_words(
 @pytest.mark.parametrize("option", ["--tokens 1", "--parts layer", "--peer a.py"])
 def test_options_of_decode_alone(option: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "--device", "cpu", *option.split()]) == 2
-    assert "expected only with --decode" in capsys.readouterr().err
+    assert "needs --decode" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick_rates")

@@ -111,7 +111,7 @@ def planned(*words: str) -> BenchPlan:
 def test_option_needs_the_package_and_whole_layers() -> None:
     with pytest.raises(ValueError, match="sonicmoe: expected a GPU and the package sonicmoe"):
         planned("--sonicmoe")
-    with pytest.raises(ValueError, match="sonicmoe: expected without --steps"):
+    with pytest.raises(ValueError, match="--sonicmoe: cannot be used with --steps"):
         planned("--steps", "--sonicmoe")
 
 

@@ -246,4 +246,4 @@ def test_resumed_without_checkpoints(
 ) -> None:
     """A summary of steps that no checkpoint has could not be continued."""
     printed = refused(run("--resume", "--steps", "12", "--no-checkpoint"), capsys)
-    assert "no_checkpoint: expected without --resume" in printed
+    assert "--no-checkpoint: cannot be used with --resume" in printed

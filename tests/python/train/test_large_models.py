@@ -112,10 +112,10 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.fsdp and plan.expert_parallel == 1 and plan.cuda_graph and not plan.checkpoints
     assert not plan_of("--no-cuda-graph")[1].cuda_graph
     for words, text in (
-        (("--expert-parallel", "2"), "^expert_parallel: expected only with --fsdp"),
-        (("--keep-gathered",), "^keep_gathered: expected only with --fsdp"),
+        (("--expert-parallel", "2"), "^--expert-parallel: needs --fsdp"),
+        (("--keep-gathered",), "^--keep-gathered: needs --fsdp"),
         (("--fsdp", "--expert-parallel", "0"), "^expert_parallel: expected at least 1"),
-        (("--fsdp", "--compare"), "^compare: "),
+        (("--fsdp", "--compare"), "^--compare: cannot be used with --fsdp"),
         (("--vocabulary", "100"), "^vocabulary: expected at least 256"),
         (("--shared", "12"), "^shared: expected a multiple of 8"),
     ):
@@ -124,7 +124,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"^fsdp: expected --fsdp where torchrun"):
+    with pytest.raises(ValueError, match=r"^--fsdp: needed where torchrun"):
         plan_of()
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     typed = {"fsdp": True, "expert_parallel": 2, "keep_gathered": True, "no_cuda_graph": True}
@@ -191,5 +191,7 @@ def test_ranks_refuse_checkpoints(moe: tuple[str, ...], tmp_path: Path) -> None:
     RunFolder(tmp_path).save_checkpoint(state | {"learners": {name: {} for name in moe}})
     words = "--resume", "--out", str(tmp_path)
     assert plan_of(*words)[1].layers == moe
-    with pytest.raises(ValueError, match=r"with(out)? --fsdp, got a checkpoint of (two|FP8)$"):
+    with pytest.raises(
+        ValueError, match=r"^--fsdp: cannot be used with a checkpoint of (two layers|FP8)$"
+    ):
         plan_of(*words, "--fsdp")

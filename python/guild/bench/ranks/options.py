@@ -16,6 +16,7 @@ from guild.bench.problem import ROUTINGS, expect_routable
 from guild.bench.ranks.dispatchers import DISPATCHERS
 from guild.bench.ranks.symmetric import TORCH
 from guild.bench.results import make_folder
+from guild.options import excludes, needs
 from guild.provenance import pick_device
 
 _TOKENS = 8192  # per rank
@@ -105,7 +106,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 def beside_of(args: argparse.Namespace) -> list[str]:
     """The other libraries that are timed."""
     if args.beside and args.engine == TORCH:
-        raise ValueError("beside: not with --engine torch, which needs a run of its own")
+        raise excludes("beside", f"--engine {TORCH}, which needs a run of its own")
     return list(DISPATCHERS) if "all" in args.beside else list(dict.fromkeys(args.beside))
 
 
@@ -119,11 +120,13 @@ def expect_valid(args: argparse.Namespace) -> None:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     if args.capacity is not None and args.engine not in ("auto", "peer", "both"):
-        raise ValueError(f"capacity: expected none with --engine {args.engine}, which has none")
-    if args.cuda_graph and (args.engine != "peer" or args.beside):
-        raise ValueError("cuda-graph: expected --engine peer and no --beside: others are launched")
+        raise excludes("capacity", f"--engine {args.engine}")
+    if args.cuda_graph and args.engine != "peer":
+        raise needs("cuda_graph", "--engine peer")
+    if args.cuda_graph and args.beside:
+        raise excludes("cuda_graph", "--beside")
     if args.cuda_graph and args.device == "cpu":
-        raise ValueError("cuda-graph: expected GPUs, got --device cpu")
+        raise excludes("cuda_graph", "--device cpu")
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         raise ValueError(
             "expected to be started by torchrun, as in torchrun --nproc-per-node 2 -m "
