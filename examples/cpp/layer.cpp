@@ -83,40 +83,44 @@ struct Routed {
     guild::Sizes const& s = p.sizes;
     Array<char> const work(run.place, guild::sort_workspace_bytes(s.tokens, s.experts, s.top_k));
     run(guild::cpu::route, guild::cuda::route,
-        guild::Route{s.tokens,
-                     s.experts,
-                     s.top_k,
-                     DType::float32,
-                     guild::Router{},
-                     {logits.data()},
-                     nullptr,
-                     ids.data(),
-                     scores.data()});
+        guild::Route{.tokens = s.tokens,
+                     .experts = s.experts,
+                     .top_k = s.top_k,
+                     .logits = {logits.data()},
+                     .ids = ids.data(),
+                     .scores = scores.data()});
     run(guild::cpu::sort_by_expert, guild::cuda::sort_by_expert,
-        guild::Sort{s.tokens, s.experts, s.top_k, DType::float32, false, ids.data(), scores.data(),
-                    offsets.data(), row_token.data(), slot_row.data(), row_score.data(),
-                    work.data()});
+        guild::Sort{.tokens = s.tokens,
+                    .experts = s.experts,
+                    .top_k = s.top_k,
+                    .ids = ids.data(),
+                    .scores = scores.data(),
+                    .offsets = offsets.data(),
+                    .row_token = row_token.data(),
+                    .slot_row = slot_row.data(),
+                    .row_score = row_score.data(),
+                    .workspace = work.data()});
   }
 
   guild::Routing view() const {
-    return {offsets.data(), row_token.data(), slot_row.data(), row_score.data(), scores.data()};
+    return {.offsets = offsets.data(),
+            .row_token = row_token.data(),
+            .slot_row = slot_row.data(),
+            .row_score = row_score.data(),
+            .slot_score = scores.data()};
   }
 
   std::vector<float> gradient(guild::Sizes const& s, Array<float> const& dscores,
                               Backend const& run) const {
     Array<float> const dlogits(run.place, s.tokens * s.experts);
     run(guild::cpu::router_gradient, guild::cuda::router_gradient,
-        guild::RouterGradient{s.tokens,
-                              s.experts,
-                              s.top_k,
-                              DType::float32,
-                              guild::Router{},
-                              ids.data(),
-                              scores.data(),
-                              nullptr,
-                              dscores.data(),
-                              {},
-                              {dlogits.data(), 0}});
+        guild::RouterGradient{.tokens = s.tokens,
+                              .experts = s.experts,
+                              .top_k = s.top_k,
+                              .ids = ids.data(),
+                              .scores = scores.data(),
+                              .dscores = dscores.data(),
+                              .dlogits = {dlogits.data()}});
     return dlogits.values();
   }
 };

@@ -97,7 +97,10 @@ def run(steps: int) -> list[float]:
             store = distributed.FileStore(f"{folder}/ranks", 1)
             distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
-            return train(steps)
+            losses = train(steps)
+            if distributed.get_rank() == 0:
+                print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+            return losses
         finally:
             distributed.destroy_process_group()
 
@@ -106,8 +109,7 @@ def main() -> None:
     """Parse the number of steps and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
-    losses = run(parser.parse_args().steps)
-    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    run(parser.parse_args().steps)
 
 
 if __name__ == "__main__":
