@@ -41,7 +41,8 @@ def run_generate(args: argparse.Namespace) -> int:
     if start := window_start(len(prompt), settings.context):
         _note(
             f"the prompt has {len(prompt)} bytes, more than the model's context of "
-            f"{settings.context}: it sees only the last {len(prompt) - start}"
+            f"{settings.context}: it sees only the last {len(prompt) - start}, as what it sees "
+            "moves on by half a context at a time"
         )
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         written = generate(model, prompt, args.tokens, settings.context, sampling)

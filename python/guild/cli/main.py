@@ -155,7 +155,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="sample from the N most likely bytes (all)",
+        help="sample from the N most likely bytes; 0 from all (0)",
     )
     add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")

@@ -188,7 +188,8 @@ def test_command(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert re.fullmatch(speed, err.splitlines()[-1])
     out, err = generated(capsys, *words, "--prompt", "naïve " * 20, "--temperature", "0")
     assert out.startswith("naïve naïve")
-    assert "the prompt has 140 bytes, more than the model's context of 32: it sees" in err
+    context = "the prompt has 140 bytes, more than the model's context of 32"
+    assert f"{context}: it sees only the last 28, as what it sees moves on by half" in err
     assert (
         len({generated(capsys, *words, "--seed", str(s), "--top-k", "9")[0] for s in (1, 2)}) == 2
     )
