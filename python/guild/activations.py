@@ -49,14 +49,14 @@ class Activation:
     gated : bool
         With a gate the up projection has 2I outputs, gate and up; without one it has I.
     alpha : float
-        Slope inside SiLU's sigmoid: in float32's normal range or 0.
+        Slope inside SiLU's sigmoid, used by kind="silu" alone: in float32's normal range or 0.
     limit : float
-        `gate` is clamped to at most this, `up` to [-limit, limit]. Gradients are zero there.
-        Positive; infinite, the default: no clamp.
+        `gate` is clamped to at most this and, with a gate, `up` to [-limit, limit]; used by every
+        kind. Gradients are zero there. Positive; infinite, the default: no clamp.
     up_offset : float
-        Added to up after its clamp: in float32's normal range or 0.
+        Added to up after its clamp, used with a gate alone: in float32's normal range or 0.
     clamp_after : bool
-        Clamp act(gate) instead of gate.
+        Clamp act(gate) instead of gate, for every kind; used with a finite limit alone.
 
     Notes
     -----
@@ -114,9 +114,7 @@ class Activation:
         ValueError
             If there is none.
         """
-        if not isinstance(name, str) or name not in PRESETS:
-            raise ValueError(f"activation: expected one of {', '.join(PRESETS)}, got {name!r}")
-        return PRESETS[name]
+        return _preset("name", name)
 
     def width(self, intermediate: int) -> int:
         """Outputs of the up projection.
@@ -254,6 +252,13 @@ PRESETS = {
 }
 
 
+def _preset(argument: str, name: object) -> Activation:
+    """The activation that an argument names; ValueError if there is none."""
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ValueError(f"{argument}: expected one of {', '.join(PRESETS)}, got {name!r}")
+    return PRESETS[name]
+
+
 def as_activation(activation: Activation | str) -> Activation:
     """An `Activation` from itself or its name.
 
@@ -265,7 +270,7 @@ def as_activation(activation: Activation | str) -> Activation:
     if isinstance(activation, Activation):
         return activation
     if isinstance(activation, str):
-        return Activation.named(activation)
+        return _preset("activation", activation)
     raise TypeError(f"activation: expected a name or a guild.Activation, got {activation!r}")
 
 

@@ -23,7 +23,7 @@ from guild._torch.operators import autocast
 from guild.balancing import balance_sums
 from guild.logits import RouterLinear, addable
 from guild.rounding import round_tokens
-from guild.routing import Router, route_logits, route_tokens, token_flags
+from guild.routing import ROUTERS, Router, route_logits, route_tokens, token_flags
 
 BALANCE_OVER = (None, "batch", "sequence")
 
@@ -56,6 +56,7 @@ class Routing(NamedTuple):
 def as_router(router: Router | str | None, experts: int, top_k: int) -> Router:
     """The Router that a layer's argument gives, by name or not; checked against the sizes."""
     if isinstance(router, str):
+        expect_choice("router", router, ROUTERS)
         router = Router.named(router)
     if not isinstance(router, Router | None):
         raise TypeError(f"router: expected a guild.Router or a name, got {router!r}")

@@ -129,7 +129,7 @@ class Router:
         ValueError
             If there is no router of that name.
         """
-        expect_choice("router", name, tuple(_NAMED))
+        expect_choice("name", name, ROUTERS)
         return _NAMED[name]
 
     def expect_sizes(self, experts: int, top_k: int) -> None:

@@ -339,8 +339,10 @@ def test_pre_activations_in_plain_torch() -> None:
     for order in ("mixed", np.array(["interleaved", "mixed"]), None):
         with pytest.raises(ValueError, match=r"^order: expected 'concatenated' or 'interleaved'"):
             silu(torch.ones(2, 4), order)
-    with pytest.raises(ValueError, match=r"^activation: expected one of"):
+    with pytest.raises(ValueError, match=r"^name: expected one of"):
         guild.Activation.named(["silu"])
+    with pytest.raises(ValueError, match=r"^name: expected 'softmax', .*, got 'mixtral'"):
+        guild.Router.named("mixtral")
 
 
 def test_out_dtype_by_name() -> None:
