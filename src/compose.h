@@ -30,7 +30,8 @@ constexpr bool wants_biases(Step const& x) {
 
 // On a GPU the products of a composite claim their tiles from counters that are cleared together
 // (cuda::Counters): the up and the down projection; the up projection that recomputes H, and the
-// two gradients. More products, as gradients of weights without a schedule, clear them again.
+// two gradients. If a composite runs more products (weight gradients without a schedule, for
+// instance), the counters are cleared again.
 constexpr int64_t kForwardCounters = 2, kBackwardCounters = 3;
 
 struct ForwardWorkspace {

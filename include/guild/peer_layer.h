@@ -41,9 +41,12 @@ struct PeerBackward {
   Publish publish = {};  // dO
   Meet published = {};
   Pull pull = {};
-  // Recomputes the pre-activations, into the workspace: h and a are null. With kept_rows 0, layer.h
-  // is not used; else it has as many rows, and only where the experts had more, which is known on
-  // the device alone, all are recomputed. Null x.data: layer.h has them all.
+  // The up projection that recomputes the pre-activations, into the workspace; its h and a are
+  // null.
+  //   x.data null     layer.h has all pre-activations: nothing is recomputed
+  //   kept_rows 0     layer.h is not used: all are recomputed
+  //   kept_rows > 0   layer.h has so many rows: all are recomputed if the experts had more, which
+  //                   only the device knows
   UpProjection again = {};
   int64_t kept_rows = 0;             // as in forward; not read where all were kept
   int32_t* again_offsets = nullptr;  // (experts + 1) of work memory, where kept_rows > 0

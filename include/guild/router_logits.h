@@ -23,13 +23,14 @@ struct RouterLogits {
   void const* bias = nullptr;     // (E); null: none
   DType bias_dtype = DType::float32;  // x's dtype or the logits'
 
-  // Only for route_tokens(): a gate beside the router, gate_score = sigmoid(x gate^T). Null: none.
+  // A second product, which only route_tokens() computes: the gate of the shared experts,
+  // gate_score = sigmoid(x gate^T). There is none if the data of `gate` is null.
   ConstRows gate = {};             // (1, H)
   void* gate_score = nullptr;      // (T) out, in the logits' dtype
   void* gate_workspace = nullptr;  // router_logits_workspace_bytes() of one expert
 };
 
-// The gate's part of the arguments, as a product of its own.
+// The arguments with which router_logits() computes the gate's scores.
 RouterLogits gate_of(RouterLogits const& product);
 
 int64_t router_logits_workspace_bytes(int64_t tokens, int64_t hidden, int64_t experts, DType dtype);

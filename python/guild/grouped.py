@@ -86,9 +86,9 @@ def grouped_mm(
     Returns
     -------
     torch.Tensor
-        Empty groups, groups whose sum is empty (without the bias then), and rows or columns at or
-        past offs[-1] are zero, and untouched under `accumulate`. Under autocast the operands are
-        cast to its dtype first.
+        Zero where there is nothing to multiply: in empty groups, in groups whose sum is empty, to
+        which no bias is added, and in rows or columns at or past offs[-1]. With `accumulate` these
+        keep their values. Under autocast the operands are cast to its dtype first.
 
     Raises
     ------

@@ -169,10 +169,11 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts and compute their weights.
 
-    The experts with the top_k largest p + selection_bias are chosen, ties going to the smaller id,
-    NaN last. Unless a bias or a sum over a group needs p itself, logits are compared instead: the
-    same order without p's rounding. Weights are p of the chosen, divided by their sum if
-    `renormalize`, times `scale`.
+    An expert's p is its part of a softmax over all experts or, with another `score`, that function
+    of its logit. The experts with the top_k largest p + selection_bias are chosen, ties going to
+    the smaller id, NaN last. Unless a bias or a sum over a group needs p itself, logits are
+    compared instead: the same order without p's rounding. Weights are p of the chosen, divided by
+    their sum if `renormalize`, times `scale`.
 
     With softmax a NaN logit, chosen or not, makes all weights of its token NaN. With the other
     scores a NaN that is not chosen changes nothing; one that is, because too few logits are

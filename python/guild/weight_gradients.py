@@ -61,34 +61,27 @@ class WeightGradients:
 
     Notes
     -----
-    Gradients do not pass through autograd: hooks of a parameter (`register_hook`) are called with
-    None in place of a gradient, and post-accumulate hooks see `.grad` as it is then, if delayed
-    without the new gradient. They are summed in the order of the backward passes, with the same
-    bits in every run. Backward passes in several threads write one after the other, in any order.
-    Gradients have no graph either: backward with create_graph=True, torch.func's transforms and
-    compiled autograd raise NotImplementedError.
+    Gradients do not pass through autograd. What that means for hooks, threads, copies of a layer,
+    DistributedDataParallel, FSDP2 and torch.compile is in docs/guide.md, under "What backward
+    keeps, and where weight gradients go"; the contract of Megatron-Core and Transformer Engine for
+    `main_grad`, which parameters with an attribute `grad_added_to_main_grad` follow, is in
+    docs/integrations/megatron.md. Gradients have no graph either: backward with create_graph=True,
+    torch.func's transforms and compiled autograd raise NotImplementedError.
 
-    With main_grad=True, parameters that have the attribute `grad_added_to_main_grad` follow the
-    contract of Megatron-Core and Transformer Engine: backward sets it to True and hands autograd a
-    dummy gradient (zero where `zero_out_wgrad` is true), so their hooks do run, in
-    backward even if delayed. `overwrite_main_grad` and `get_main_grad()` mean what they mean there.
+    They are summed in the order of the backward passes, with the same bits in every run, except
+    that passes in several threads write in any order.
 
     Where weights are lists of one tensor per expert, the `main_grad` or `.grad` of each tensor is
     written in place wherever it lies. If some tensors of a list want no gradient, or one is listed
     twice, they are written through a temporary of the whole list's size, with a
     `CopiedWeightsWarning`.
 
-    torch's DistributedDataParallel averages what autograd has for a parameter at the end of
-    backward. So with main_grad or delayed a layer's forward raises ValueError in it, unless in
-    no_sync(), where the caller averages the gradients after `compute`. FSDP2 frees parameters after
-    backward: `compute` then raises ValueError.
 
     As with autograd, a parameter that is frozen in forward, or by the time of backward, gets no
     gradient; a later change of `requires_grad` has no effect on what is pending.
 
     Every backward through the layer writes them, even that of torch.autograd.grad(out, x), which
-    otherwise leaves parameters alone. A copy or pickle of a layer has a `weight_gradients` of its
-    own, with nothing pending, so with delayed=True call `compute` of that one for the copy.
+    otherwise leaves parameters alone.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-// See backward.h.
+// Arguments of a layer's backward calls, and the tensors for the gradients that are wanted.
 #include "torch/backward.h"
 
 namespace guild::binding {

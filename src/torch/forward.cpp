@@ -1,4 +1,4 @@
-// See forward.h.
+// Sizes, buffers and arguments of a layer's forward calls.
 #include "torch/forward.h"
 
 #include "cuda/rows/ungrouped_rows.h"

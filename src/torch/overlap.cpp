@@ -1,4 +1,4 @@
-// See overlap.h. Byte a of one tensor and b of another are the same where
+// Whether two tensors share memory. Byte a of one tensor and b of another are the same where
 //
 //   sum over dimensions of (stride * index of a) - (stride * index of b) = first of b - first of a
 //

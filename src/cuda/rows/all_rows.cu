@@ -1,4 +1,4 @@
-// See all_rows.h.
+// A kernel of one block that writes both offsets.
 #include "cuda/rows/all_rows.h"
 
 #include "cuda/arch/dependent_launch.cuh"
