@@ -44,3 +44,15 @@ def test_the_loss_falls(
         losses = getattr(example(name), start)(steps)
     assert len(losses) == steps
     assert sum(losses[-5:]) < share * sum(losses[:5])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_prints_the_losses(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    module = example("train_sharded_experts")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(module, "train", lambda steps: [2.0, 1.0])
+    monkeypatch.setattr(module.distributed, "get_rank", lambda: rank)
+    assert module.run(2) == [2.0, 1.0]
+    assert capsys.readouterr().out == ("" if rank else "loss 2.0000 -> 1.0000\n")
