@@ -40,8 +40,7 @@ struct UpProjection {
   Rows h = {};                               // (R, W) out; null data: not kept (inference)
   Rows a = {};                               // (R, I) out
   LowRankTerm<ConstUpWeight> low_rank = {};  // of H; b: (E, I, rank) twice
-  // Where h has memory for fewer than R rows: how many. If the experts have more, what is in h
-  // counts for nothing. -1: R.
+  // Rows that h has memory for; -1: R. If the experts have more, the contents of h are undefined.
   int64_t h_rows = -1;
   // Whether the previous step on the queue was the pull() of x (guild/exchange.h): w_up and the
   // offsets may then be read while that still runs, which hides some of the load time where rows
@@ -111,8 +110,8 @@ struct DownGradient {
   bool accumulate = false;              // add to db_up and db_down instead of writing them
   void* workspace = nullptr;  // down_gradient_workspace_bytes(); null where no db is wanted
   LowRankTerm<ConstWeight> low_rank = {};  // of g; b: (E, I, rank). Not together with db_down
-  // Where h has memory for h_rows rows only, and *needed are more, h_again is read in its place.
-  // h, with R rows, or h_again may be dh's memory: an element of H is read before dH's is stored.
+  // Read instead of h if *needed > h_rows. h, with R rows, or h_again may be dh's memory: an
+  // element of H is read before dH's is stored.
   ConstRows h_again = {};           // (R, W); null data: h has R rows
   int64_t h_rows = -1;              // as in UpProjection; -1 without h_again
   int32_t const* needed = nullptr;  // (1) of all experts: offsets + E; null without h_again

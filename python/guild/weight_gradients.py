@@ -76,7 +76,6 @@ class WeightGradients:
     twice, they are written through a temporary of the whole list's size, with a
     `CopiedWeightsWarning`.
 
-
     As with autograd, a parameter that is frozen in forward, or by the time of backward, gets no
     gradient; a later change of `requires_grad` has no effect on what is pending.
 
