@@ -10,7 +10,6 @@ have for it.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import statistics
@@ -26,8 +25,8 @@ import torch.distributed as dist
 import guild
 from guild.bench.names import PASSES
 from guild.bench.presets import Shape
-from guild.bench.problem import make_problems
 from guild.bench.ranks.dispatchers import DISPATCHERS, unfit, why_not
+from guild.bench.ranks.layer import SharedLayer
 from guild.bench.ranks.options import (
     beside_of,
     device_of,
@@ -43,73 +42,6 @@ from guild.provenance import provenance
 _CHECKED_TOKENS = 256
 
 
-class SharedLayer:
-    """A layer's calls to time: with its experts on all ranks of a group, or only a share of them.
-
-    Parameters
-    ----------
-    shape : Shape
-        Tokens of this rank, and the whole layer's sizes.
-    group : guild.ExpertParallel or None
-        The ranks.
-    routing : str
-        One of `problem.ROUTINGS`.
-    seed : int
-        Of this rank's inputs.
-    like : SharedLayer, optional
-        Another layer, whose weights are used.
-    """
-
-    def __init__(
-        self,
-        shape: Shape,
-        group: guild.ExpertParallel | None,
-        routing: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
-        like: SharedLayer | None = None,
-    ) -> None:
-        # Only the router of the problem is used; its experts are narrow to save memory.
-        problem = make_problems(shape._replace(intermediate=8), routing, dtype, device, seed)[0]
-        place = {"device": device, "dtype": dtype}
-        _, hidden, intermediate, experts, top_k = shape
-        sizes = hidden, intermediate, experts, top_k
-        if like is None:
-            self.layer = guild.MoE(*sizes, expert_group=group, **place)
-            with torch.no_grad():
-                self.layer.router.weight.copy_(problem.router)
-        else:
-            self.layer = guild.MoE(*sizes, expert_group=group, device="meta", dtype=dtype)
-            for name, weight in like.layer.named_parameters():
-                owner, _, last = name.rpartition(".")
-                setattr(self.layer.get_submodule(owner), last, weight)
-        self.call: Callable[[torch.Tensor], torch.Tensor] = self.layer
-        self.x, self._dout = problem.x, problem.out_gradient
-        self._leaves = self.x, self.layer.router.weight, self.layer.w_up, self.layer.w_down
-        self._out: torch.Tensor | None = None
-
-    def forward(self) -> torch.Tensor:
-        """One forward that keeps what backward needs."""
-        return self.call(self.x)
-
-    def sent_by(self, call: Callable[[torch.Tensor], torch.Tensor]) -> SharedLayer:
-        """The same tokens and weights with `call` instead of the layer."""
-        other = copy.copy(self)
-        other.call, other._out = call, None
-        return other
-
-    def backward(self) -> tuple[torch.Tensor, ...]:
-        """Gradients of x, router and experts, from a forward that the first call runs."""
-        if self._out is None:
-            self._out = self.forward()
-        return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
-
-    def forget(self) -> None:
-        """Drop the forward that `backward` has kept."""
-        self._out = None
-
-
 def measure_parallel(
     shapes: dict[str, Shape],
     routing: str,
@@ -122,6 +54,8 @@ def measure_parallel(
     beside: Sequence[str] = (),
     capacity: float | None = None,
     graphs: bool = False,
+    inference: bool = False,
+    max_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Check, then time every shape on all ranks; the record is the same on all of them.
 
@@ -147,6 +81,10 @@ def measure_parallel(
     graphs : bool
         Replay CUDA graphs of the passes, so that the host's time does not count; with engine
         "peer" and nothing beside, on GPUs.
+    inference : bool
+        Forwards without gradients alone.
+    max_tokens : int, optional
+        Of the groups, as `guild.ExpertParallel` takes it; default: a shape's number of tokens.
 
     Returns
     -------
@@ -157,8 +95,10 @@ def measure_parallel(
     """
     if engine == TORCH:
         use_nvshmem(device)
-    most = max(shape.tokens for shape in shapes.values())
-    groups = _groups(engine, device, {"max_tokens": most, "capacity": capacity})
+    rooms = {max_tokens or shape.tokens: {} for shape in shapes.values()}
+    for most in rooms:
+        rooms[most] = _groups(engine, device, {"max_tokens": most, "capacity": capacity})
+    groups = next(iter(rooms.values()))
     group = next(iter(groups.values()))
     record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
     record |= {"ranks": group.size, "routing": routing}
@@ -166,13 +106,14 @@ def measure_parallel(
     record |= {"dtype": str(dtype).removeprefix("torch."), "seed": seed}
     record |= {"rounds": rounds, "seconds_per_round": seconds}
     reasons = {name: why_not(name, device) for name in beside}
-    record["cuda_graphs"] = graphs
+    record |= {"cuda_graphs": graphs, "inference": inference, "max_tokens": max_tokens}
     record["skipped"] = {name: reason for name, reason in reasons.items() if reason}
     beside = [name for name in beside if not reasons[name]]
     record["engines"] = [*groups, *beside]
     stream = torch.cuda.Stream(device) if graphs else None
     with torch.cuda.stream(stream):  # no change where it is None
         for name, shape in shapes.items():
+            groups = rooms[max_tokens or shape.tokens]
             record["cases"].append(_measured(name, shape, record, groups, beside, device, stream))
             free_memory(device)
     return record
@@ -192,9 +133,10 @@ def _measured(
     alone = shape._replace(experts=len(group.local_experts(shape.experts)))
     dtype = getattr(torch, record["dtype"])
     arguments = record["routing"], dtype, device, record["seed"] + 1000 * group.rank
+    only: dict[str, Any] = {"inference": record["inference"]}
     layers: list[SharedLayer] = []
     for one in groups.values():
-        layers.append(SharedLayer(shape, one, *arguments, *layers[:1]))
+        layers.append(SharedLayer(shape, one, *arguments, *layers[:1], **only))
     reasons = {one: unfit(one, shape) for one in beside}
     fit = [one for one in beside if not reasons[one]]
     names = [TORCH] if TORCH in groups else fit
@@ -205,7 +147,9 @@ def _measured(
         if not error < 2e-2:
             raise RuntimeError(f"{name}: the layer of {one} is off by {error:.2g}")
     layers = others if TORCH in groups else [*layers, *others]
-    calls = _calls(layers, [*groups, *fit], SharedLayer(alone, None, *arguments))
+    passes = PASSES[:1] if record["inference"] else PASSES
+    by_itself = SharedLayer(alone, None, *arguments, **only)
+    calls = _calls(passes, layers, [*groups, *fit], by_itself)
     if stream is not None:
         pool = torch.cuda.graph_pool_handle()
         calls = {call: Replay(launched, 1, pool, stream) for call, launched in calls.items()}
@@ -226,9 +170,7 @@ def _others(shape: Shape, layer: SharedLayer, names: Sequence[str]) -> list[Shar
 
 def _difference(layer: SharedLayer, like: SharedLayer) -> float:
     """The largest relative difference of this rank's output and gradients."""
-    found, expected = ([one.forward().detach(), *one.backward()] for one in (layer, like))
-    like.forget()
-    return max(map(_distance, found, expected))
+    return max(map(_distance, layer.results(), like.results()))
 
 
 def _groups(
@@ -247,10 +189,10 @@ def _groups(
 
 
 def _calls(
-    layers: list[SharedLayer], engines: list[str], alone: SharedLayer
+    passes: Sequence[str], layers: list[SharedLayer], engines: list[str], alone: SharedLayer
 ) -> dict[str, Callable[[], object]]:
     calls: dict[str, Callable[[], object]] = {}
-    for name in PASSES:
+    for name in passes:
         calls[name] = getattr(layers[0], name)
         for engine, layer in zip(engines[1:], layers[1:], strict=True):
             calls[f"{name} {engine}"] = getattr(layer, name)
@@ -337,7 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     how = args.routing, getattr(torch, args.dtype), device, args.rounds, args.seconds, args.seed
-    more = args.engine, beside, args.capacity, args.cuda_graph
+    more = args.engine, beside, args.capacity, args.cuda_graph, args.inference, args.max_tokens
     record = measure_parallel(shapes, *how, *more)
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
@@ -359,6 +301,7 @@ def show(record: dict[str, Any]) -> None:
     """Print a line for each shape and pass."""
     facts = record["provenance"]
     engines = " and ".join(record["engines"]) + (", CUDA graphs" if record["cuda_graphs"] else "")
+    engines += ", without gradients" if record["inference"] else ""
     print(f"{record['ranks']} ranks, {facts['device']}, {record['routing']} routing, {engines}")
     for name, reason in record["skipped"].items():
         print(f"{name}: not timed, {reason}")
@@ -370,7 +313,7 @@ def show(record: dict[str, Any]) -> None:
             name = call.partition(" ")[0]
             slowest = statistics.median(max(ranks) for ranks in case["milliseconds"][call])
             alone = statistics.median(map(statistics.fmean, case["milliseconds"][f"{name} alone"]))
-            figures = f"{slowest:8.3f} {alone:8.3f} {efficiency:10.3f}"
+            figures = f"{slowest:8.4f} {alone:8.4f} {efficiency:10.3f}"
             print(f"{case['name']:>12} {call:>25} {figures} {case['tflops'][call]:7.1f}")
     sys.stdout.flush()
 

@@ -64,7 +64,10 @@ def with_shared_experts(rank: int) -> None:
 def timed(rank: int) -> None:
     """The benchmark replays the layer's passes, and those of a share of it alone."""
     how = "random", torch.bfloat16, device(), 2, 0.001
-    record = measure_parallel({"toy": Shape(96, 64, 48, 8, 2)}, *how, engine="peer", graphs=True)
+    engine = {"engine": "peer", "graphs": True}
+    few = measure_parallel({"few": Shape(4, 64, 48, 8, 2)}, *how, **engine, inference=True)
+    assert set(few["cases"][0]["milliseconds"]) == {"forward", "forward alone"}
+    record = measure_parallel({"toy": Shape(96, 64, 48, 8, 2)}, *how, **engine)
     (case,) = record["cases"]
     assert record["cuda_graphs"] and case["efficiency"]["backward"] > 0
     assert set(case["milliseconds"]) == {"forward", "forward alone", "backward", "backward alone"}

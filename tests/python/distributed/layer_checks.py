@@ -355,6 +355,12 @@ def benchmark(rank: int) -> None:
     (case,) = record["cases"]
     assert case["error"] < 1e-5 and 0 < case["efficiency"]["forward"] < 1
     assert len(set(_texts(repr(case["milliseconds"])))) == 1
+    few = {f"toy {tokens}": Shape(tokens, 32, 8, 8, 2) for tokens in (1, 4)}
+    for room in (None, 16):
+        record = measure_parallel(few, *how, engine="peer", inference=True, max_tokens=room)
+        assert record["engines"] == ["peer"] and record["inference"]
+        for case in record["cases"]:
+            assert set(case["milliseconds"]) == {"forward", "forward alone"}
 
 
 CHECKS = (

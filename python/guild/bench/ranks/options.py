@@ -41,7 +41,9 @@ def make_parser(description: str) -> RanksParser:
     add = parser.add_argument
     add("--preset", action="append", default=[], choices=PRESETS, help=", ".join(_PRESETS))
     add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens per rank")
-    add("--tokens", type=int, default=_TOKENS, help=f"tokens per rank, for presets ({_TOKENS})")
+    add(
+        "--tokens", type=int, nargs="+", default=[_TOKENS], help=f"per rank, of presets ({_TOKENS})"
+    )
     add("--routing", default="random", choices=ROUTINGS, help="of every rank's tokens (random)")
     add("--engine", default="both", choices=_ENGINES, help="both: nccl, and peer where it can run")
     add(
@@ -57,6 +59,8 @@ def make_parser(description: str) -> RanksParser:
     add("--seconds", type=float, default=0.3, help="least time per call in a round (0.3)")
     add("--seed", type=int, default=0, help="of the random inputs (0)")
     add("--cuda-graph", action="store_true", help="replay CUDA graphs; with --engine peer")
+    add("--inference", action="store_true", help="forwards without gradients, as in decoding")
+    add("--max-tokens", type=int, metavar="N", help="of peer's memory; default: a shape's")
     add("--capacity", type=float, help="of peer, as ExpertParallel takes it; default: any routing")
     add("--out", type=Path, metavar="DIR", help="write parallel.json there")
     return parser
@@ -71,8 +75,15 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
         For a shape that is none, or that the ranks cannot share.
     """
     names = args.preset or ([] if args.thiek else _PRESETS)
-    shapes = {name: PRESETS[name]._replace(tokens=args.tokens) for name in names}
+    shapes = {
+        f"{name} {tokens}" if len(args.tokens) > 1 else name: PRESETS[name]._replace(tokens=tokens)
+        for name in names
+        for tokens in args.tokens
+    }
     shapes |= {text: parse_shape(text) for text in args.thiek}
+    most = max(shape.tokens for shape in shapes.values())
+    if args.max_tokens is not None and args.max_tokens < most:
+        raise ValueError(f"max_tokens: expected at least {most}, got {args.max_tokens}")
     ranks = int(os.environ["WORLD_SIZE"])
     for name, shape in shapes.items():
         expect_routable(shape)
@@ -112,15 +123,17 @@ def beside_of(args: argparse.Namespace) -> list[str]:
 
 def expect_valid(args: argparse.Namespace) -> None:
     """Raise ValueError for numbers out of range, a missing torchrun and an unwritable folder."""
-    for name, least in (("tokens", 1), ("rounds", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"{name}: expected at least {least}, got {getattr(args, name)}")
+    least = {"tokens": (1, min(args.tokens)), "rounds": (1, args.rounds), "seed": (0, args.seed)}
+    for name, (bound, value) in least.items():
+        if value < bound:
+            raise ValueError(f"{name}: expected at least {bound}, got {value}")
     for name in ("seconds", "capacity"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}: expected a positive number, got {value}")
-    if args.capacity is not None and args.engine not in ("auto", "peer", "both"):
-        raise excludes("capacity", f"--engine {args.engine}")
+    for name in ("capacity", "max_tokens"):
+        if getattr(args, name) is not None and args.engine not in ("auto", "peer", "both"):
+            raise excludes(name, f"--engine {args.engine}")
     if args.cuda_graph and args.engine != "peer":
         raise needs("cuda_graph", "--engine peer")
     if args.cuda_graph and args.beside:
