@@ -61,6 +61,7 @@ class Ranks:
         self._number = next(_numbers[group.group_name])  # the same on every rank of the group
         # Counts forward passes, the same on every rank, from a number of this object's own.
         self.calls = calls_of(self._number)
+        self._first_call = self.calls + 1
         self._failure: str | None = None
         self._error: type[Exception] = RuntimeError
         self._doubt: Tensor | None = None  # backward's comparison on a GPU, not yet checked
@@ -303,8 +304,9 @@ class Ranks:
             who = f"no answer from {named}"
         else:
             who = "the connection failed, or a rank was late, though every rank has reported since"
+        call = max(self.calls, self._first_call)  # not counted before its first message
         self._failure = (
-            f"expert_group: {who}, in the {what} of call {shown('call', self.calls)}; the time "
+            f"expert_group: {who}, in the {what} of call {shown('call', call)}; the time "
             f"limit is {self.timeout:g} s. The group cannot be used any more: restart all ranks. "
             f"Cause: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
