@@ -5,7 +5,7 @@
 #include "cuda/device.h"
 #include "guild/error.h"
 #include "guild/exchange.h"
-#include "shared/tiles.h"
+#include "shared/token_shares.h"
 
 namespace guild::cuda {
 
@@ -33,34 +33,6 @@ struct PoolToken {
 inline int most_waiting_blocks(Queue const& queue) {
   return std::max(multiprocessors(queue) / 2, 1);
 }
-
-// How a kernel's warps share tokens. Where there are fewer tokens than warps, several warps take a
-// part of a token each, and they are spread over the multiprocessors.
-struct Shares {
-  int pieces = 1, parts = 1;  // of a token
-  int per = 0;                // pieces of a part; the last one of a token may have fewer
-  bool spread = false;        // whether neighbouring shares belong to different blocks
-  int blocks = 1, warps = 1;  // warps: of a block
-
-  // tokens: at least 1; most_warps: of a block.
-  static Shares of(int64_t tokens, int pieces, int most_warps, int most_blocks) {
-    Shares s{.pieces = pieces};
-    int64_t const all = int64_t(most_warps) * most_blocks;
-    s.per = int(ceil_div(pieces, std::clamp<int64_t>(all / tokens, 1, pieces)));
-    s.parts = int(ceil_div(pieces, s.per));
-    int64_t const shares = tokens * s.parts;
-    s.spread = shares < all;
-    s.blocks =
-        int(std::min<int64_t>(s.spread ? shares : ceil_div(shares, most_warps), most_blocks));
-    s.warps = int(std::min<int64_t>(ceil_div(shares, s.blocks), most_warps));
-    return s;
-  }
-  // The first share of a warp of this block; the next one is as many further as there are warps.
-  __device__ int first() const {
-    int const warp = int(threadIdx.x) / 32, block = int(blockIdx.x);
-    return spread ? warp * int(gridDim.x) + block : block * warps + warp;
-  }
-};
 
 // Warps count tokens in 32 bits, and take a step beyond the last one.
 inline void require_countable(PeerMemory const& m) {

@@ -91,7 +91,7 @@ __device__ unsigned least_expert(Pull const& x, int64_t place) {
 
 // A warp for a row at a time, or for a part of one.
 __global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout layout,
-                                                            Shares shares) {
+                                                            TokenShares shares) {
   PeerMemory const& m = x.memory;
   PeerControl const* const own = PeerView(layout, m, m.rank).control();
   wait_for_previous();
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout l
   int64_t const from_place = layout.rows + last_place(own) * layout.rows_bytes;
   int const count = PoolToken::count(m, others) * shares.parts;
   int const step = int(gridDim.x * blockDim.x) / 32, units = int(x.row_bytes / 16);
-  int i = shares.first();
+  int i = shares.first(int(blockIdx.x), int(threadIdx.x) / 32);
   if (i >= count) return;
   auto const token_of = [&](int share) { return PoolToken(m, share / shares.parts, others); };
   unsigned lane_least = least_expert(x, token_of(i).place(m));
@@ -164,7 +164,8 @@ void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
   int const pieces = int(ceil_div(x.row_bytes, kPieceUnits * 16));
   int const few = most_waiting_blocks(queue);
   bool const waits = begun == nullptr && rows * pieces <= few * kPullWarps;
-  Shares const shares = Shares::of(rows, pieces, kPullWarps, waits ? few : multiprocessors(queue));
+  TokenShares const shares =
+      TokenShares::of(rows, pieces, kPullWarps, waits ? few : multiprocessors(queue));
   cuda_check(launch_kernel(pull_kernel,
                            {.blocks = unsigned(shares.blocks),
                             .threads = 32 * shares.warps,

@@ -106,7 +106,7 @@ struct Walk {
 template <class T>
 class Tokens {
  public:
-  __device__ Tokens(Push const& x, PeerLayout const& layout, Shares const& shares, T const* y,
+  __device__ Tokens(Push const& x, PeerLayout const& layout, TokenShares const& shares, T const* y,
                     int64_t stride)
       : x_(x),
         layout_(layout),
@@ -116,7 +116,7 @@ class Tokens {
         count_(PoolToken::count(x.memory, /*others=*/false) * shares.parts),
         step_(int(gridDim.x * blockDim.x) / 32),
         rest_from_(x.part == Part::whole ? 0 : *x.rest_from),
-        next_(shares.first()),
+        next_(shares.first(int(blockIdx.x), int(threadIdx.x) / 32)),
         coming_(x, min(next_, count_ - 1) / shares.parts) {}
 
   // The share of the next token that has rows here, in the call's part of the tokens. Those with
@@ -162,7 +162,7 @@ class Tokens {
  private:
   Push const& x_;
   PeerLayout const& layout_;
-  Shares const& shares_;
+  TokenShares const& shares_;
   T const* y_;
   int64_t stride_;
   int count_, step_, rest_from_, next_;
@@ -238,8 +238,8 @@ struct Ring {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout layout, Shares shares,
-                                                           int64_t stride) {
+__global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout layout,
+                                                           TokenShares shares, int64_t stride) {
   extern __shared__ __align__(128) unsigned char memory[];
   int const lane = int(threadIdx.x) % 32;
   Staging& staging = reinterpret_cast<Staging*>(memory)[threadIdx.x / 32];
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun) {
   int64_t const tokens = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
   int const pieces = int(ceil_div(x.hidden * 2, kPiece));
-  Shares const shares = Shares::of(tokens, pieces, kWarps, multiprocessors(queue));
+  TokenShares const shares = TokenShares::of(tokens, pieces, kWarps, multiprocessors(queue));
   Launch const launch{.blocks = unsigned(shares.blocks),
                       .threads = 32 * shares.warps,
                       .bytes = bytes_of(shares.warps),

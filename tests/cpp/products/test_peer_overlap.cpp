@@ -1,9 +1,11 @@
-// How a layer over ranks divides its products: src/shared/peer_overlap.h.
+// How a layer over ranks divides its products, and how warps share its tokens.
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <vector>
 
 #include "shared/peer_overlap.h"
+#include "shared/token_shares.h"
 
 namespace guild::test {
 
@@ -117,6 +119,52 @@ TEST(PeerOverlap, SmallProductsStayWhole) {
   PeerLoad alone = kDsv3;
   alone.ranks = 1;
   EXPECT_EQ(first_experts(alone), alone.experts);
+}
+
+// How often the warps of all blocks take each piece of each token.
+std::vector<int> times_taken(TokenShares const& shares, int tokens) {
+  std::vector<int> taken(size_t(tokens * shares.pieces));
+  for (int block = 0; block < shares.blocks; ++block) {
+    for (int warp = 0; warp < shares.warps; ++warp) {
+      int const step = shares.blocks * shares.warps;
+      for (int i = shares.first(block, warp); i < tokens * shares.parts; i += step) {
+        int const begin = i % shares.parts * shares.per;
+        int const end = std::min(begin + shares.per, shares.pieces);
+        EXPECT_LT(begin, end);
+        for (int piece = begin; piece < end; ++piece) {
+          ++taken[size_t(i / shares.parts * shares.pieces + piece)];
+        }
+      }
+    }
+  }
+  return taken;
+}
+
+TEST(TokenShares, EveryPieceOnce) {
+  for (int const warps : {1, 16, 32}) {
+    for (int const blocks : {1, 8, 66, 132}) {
+      for (int const pieces : {1, 2, 7, 14, 33}) {
+        for (int const tokens : {1, 2, 3, 65, 132, 1055, 1056, 1057, 2113, 9000}) {
+          TokenShares const shares = TokenShares::of(tokens, pieces, warps, blocks);
+          SCOPED_TRACE(testing::Message() << tokens << " tokens, " << pieces << " pieces, "
+                                          << blocks << " blocks of " << warps);
+          EXPECT_LE(shares.warps, warps);
+          EXPECT_LE(shares.blocks, blocks);
+          for (int const times : times_taken(shares, tokens)) ASSERT_EQ(times, 1);
+        }
+      }
+    }
+  }
+}
+
+// With few tokens as many warps as possible have something to do, on all multiprocessors.
+TEST(TokenShares, FewTokensAreDivided) {
+  TokenShares const one = TokenShares::of(1, 7, 16, 132);
+  EXPECT_TRUE(one.parts == 7 && one.per == 1 && one.blocks == 7 && one.warps == 1);
+  TokenShares const some = TokenShares::of(256, 14, 16, 132);
+  EXPECT_TRUE(some.parts == 7 && some.blocks == 132 && some.warps == 14);
+  TokenShares const many = TokenShares::of(16384, 4, 16, 132);
+  EXPECT_TRUE(many.parts == 1 && !many.spread && many.blocks == 132 && many.warps == 16);
 }
 
 }  // namespace
