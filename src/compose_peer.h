@@ -4,11 +4,10 @@
 // Written once for both backends. Lines has
 //
 //   run(line, step[, room])  starts a step after all that the line has been given
-//   run(line, tables, sort)  the same for both; the link's line waits for the tables
-//   run_beside_last(line, sort)  the same for a sort that the main line's last step, a barrier,
-//   need
-//                            not precede
-//   run_beside(line, copy)   the same on a few multiprocessors; returns a mark of where it begins
+//   run(line, tables, sort)  starts both; the link's line waits for the tables
+//   run_beside_barrier(line, sort)
+//                            starts a sort that need not wait for the main line's last barrier
+//   run_beside(line, copy)   starts a copy on a few multiprocessors; returns a mark of where it does
 //   clear(scores)            clears this rank's returned scores, on the main line
 //   only_beyond(line, args)  makes the offsets of what is computed again
 //   mark(line)               returns a mark of where the line is now
@@ -141,7 +140,7 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, f.publish);
   lines.wait(Line::side, lines.mark(Line::main));
   lines.run(Line::main, f.published);
-  if (f.own.offsets != nullptr) lines.run_beside_last(Line::side, f.own);
+  if (f.own.offsets != nullptr) lines.run_beside_barrier(Line::side, f.own);
   lines.run(Line::main, f.tables, *layer.sort);
   UpProjection up = up_projection_of(layer, {w.a});
   up.h_rows = f.kept_rows;

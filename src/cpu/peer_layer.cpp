@@ -15,7 +15,7 @@ struct Lines {
     tables(x);
     sort_by_expert(sort);
   }
-  void run_beside_last(Line, Sort const& x) { sort_by_expert(x); }
+  void run_beside_barrier(Line, Sort const& x) { sort_by_expert(x); }
   void run(Line, Pull const& x, Room) { pull(x); }
   void run(Line, UpProjection const& x, Room) { up_projection(x); }
   void run(Line, DownProjection const& x, Room) { down_projection(x); }

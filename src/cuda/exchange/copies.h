@@ -20,7 +20,7 @@ void push(Push const& x, Queue const& queue, cudaEvent_t begun);
 // push() by token, with arguments that have been checked.
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun);
 
-// tables() and the sort of their slots, in one launch where there are few.
+// tables() and the sort of the slots that it writes, in one launch where there are few.
 void tables_and_sort(Tables const& x, Sort const& sort, Queue const& queue);
 
 // sort_by_expert() of slots that were complete before the previous kernel on the queue started,

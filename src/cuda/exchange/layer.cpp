@@ -57,7 +57,7 @@ class Lines {
 
   void run(Line line, Publish const& x) { publish(x, of(line)); }
   void run(Line line, Meet const& x) { meet(x, of(line)); }
-  void run_beside_last(Line line, Sort const& x) {
+  void run_beside_barrier(Line line, Sort const& x) {
     if (apart_) return sort_by_expert(x, of(line));
     sort_beside(x, main_);
   }
@@ -168,7 +168,7 @@ class Requirements {
     require_runnable(x);
     require_runnable(sort);
   }
-  void run_beside_last(Line, Sort const& x) { require_runnable(x); }
+  void run_beside_barrier(Line, Sort const& x) { require_runnable(x); }
   template <class Copy>
   Mark run_beside(Line, Copy const& x) {
     require_runnable(x);

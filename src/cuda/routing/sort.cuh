@@ -114,7 +114,7 @@ struct StoredSlots {
   }
 };
 
-// The whole sort by one cluster, whose blocks have kThreads slots each. waits_last: whether the
+// The whole sort by one cluster, whose blocks have kSortThreads slots each. waits_last: whether the
 // slots were complete before the previous kernel let this one start.
 template <class Slots>
 __global__ void __launch_bounds__(kSortThreads) sort_few_kernel(Sort x, Slots source,
