@@ -46,8 +46,8 @@ class Meeting {
 
  public:
   explicit Meeting(Meet const& x)
-      : x_(x),
-        m_(x.memory),
+      : x_(with_all_facts(x)),
+        m_(x_.memory),
         layout_(layout_of(m_)),
         own_(view(m_.rank).control()),
         deadline_(Clock::now() + std::chrono::duration<double>(x.seconds)) {}
@@ -90,7 +90,7 @@ class Meeting {
       }
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
-    for (int64_t i = 0; i < x_.count; ++i) {
+    for (int64_t i = 0; i < kMostFacts; ++i) {
       if (message.facts[i] != x_.facts[i]) {
         return fail(packed(PeerFailure::differs, r, m_.rank, i));
       }
@@ -115,7 +115,7 @@ class Meeting {
     Word(x_.report->failure).store(found.failure, std::memory_order_release);
   }
 
-  Meet const& x_;
+  Meet const x_;
   PeerMemory const& m_;
   PeerLayout const layout_;
   PeerControl* const own_;

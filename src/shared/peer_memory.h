@@ -8,6 +8,7 @@
 // rank arrives at b + 2 only after it has met this one at b + 1, and this rank arrives there only
 // after it has read all messages of b.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 
 #include "guild/exchange.h"
@@ -35,6 +36,12 @@ struct PeerControl {
 };
 // python/guild/distributed/peer_memory.py reads them.
 static_assert(sizeof(PeerMessage) == 128 && offsetof(PeerControl, inbox) == 128);
+
+// A call whose facts beyond `count` are 0, so that all can be compared.
+inline Meet with_all_facts(Meet x) {
+  std::fill(x.facts + x.count, x.facts + kMostFacts, 0);
+  return x;
+}
 
 // A number for facts, never 0. Facts that differ in one place have different ones.
 inline int64_t facts_digest(int64_t const (&facts)[kMostFacts]) {

@@ -89,7 +89,7 @@ __device__ void find_difference(Meet const& x, PeerLayout const& layout, int r,
                                 Arrival const& found) {
   PeerControl* const peer = PeerView(layout, x.memory, r).control();
   if (found.digest == 0) return fail(x, layout, load_acquire(&peer->failure));
-  for (int i = 0; i < x.count; ++i) {
+  for (int i = 0; i < kMostFacts; ++i) {
     if (load_acquire(&peer->inbox[found.number & 1][r].facts[i]) != x.facts[i]) {
       return fail(x, layout, packed(PeerFailure::differs, r, x.memory.rank, i));
     }
@@ -173,8 +173,9 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
 
 void require_runnable(Meet const& x) { check(x); }
 
-void meet(Meet const& x, Queue queue) {
-  require_runnable(x);
+void meet(Meet const& given, Queue queue) {
+  require_runnable(given);
+  Meet const x = with_all_facts(given);
   double const limit = x.seconds * 1e9;
   cuda_check(
       launch_kernel(

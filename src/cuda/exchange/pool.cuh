@@ -33,6 +33,14 @@ struct PoolToken {
 inline int most_waiting_blocks(Queue const& queue) {
   return std::max(multiprocessors(queue) / 2, 1);
 }
+// Whether they have a warp for each of the pieces into which rows are divided.
+inline bool few_blocks_suffice(int64_t pieces, int warps, Queue const& queue) {
+  return pieces <= int64_t(warps) * most_waiting_blocks(queue);
+}
+// early: whether the kernel may start early.
+inline int most_blocks(bool early, Queue const& queue) {
+  return early ? most_waiting_blocks(queue) : multiprocessors(queue);
+}
 
 // Warps count tokens in 32 bits, and take a step beyond the last one.
 inline void require_countable(PeerMemory const& m) {

@@ -4,7 +4,8 @@
 // have many times the bytes in flight that NVLink's bandwidth times its latency requires. While
 // products run, a few multiprocessors suffice, so a block of pull() takes a whole one. Rows of
 // different ranks alternate, so that links and own memory are busy at once. Peers' memory is read
-// with plain loads: the kernels start after the barrier, and no first-level cache holds older data.
+// with plain loads: blocks begin with an empty first-level cache, and until the barrier has ended
+// nothing reads these rows there, even if a block starts early.
 #include <algorithm>
 
 #include "checks/exchange.h"
@@ -162,15 +163,13 @@ void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
   int64_t const rows = x.memory.ranks * x.memory.tokens;
   if (rows == 0) return;
   int const pieces = int(ceil_div(x.row_bytes, kPieceUnits * 16));
-  int const few = most_waiting_blocks(queue);
-  bool const waits = begun == nullptr && rows * pieces <= few * kPullWarps;
-  TokenShares const shares =
-      TokenShares::of(rows, pieces, kPullWarps, waits ? few : multiprocessors(queue));
+  bool const early = begun == nullptr && few_blocks_suffice(rows * pieces, kPullWarps, queue);
+  TokenShares const shares = TokenShares::of(rows, pieces, kPullWarps, most_blocks(early, queue));
   cuda_check(launch_kernel(pull_kernel,
                            {.blocks = unsigned(shares.blocks),
                             .threads = 32 * shares.warps,
                             .stream = queue.stream,
-                            .early = waits,
+                            .early = early,
                             .begun = begun},
                            x, layout_of(x.memory), shares),
              "launch of pull");

@@ -4,6 +4,8 @@
 //
 // Tokens of different ranks alternate, so that links and own memory are busy at once. Stores to a
 // peer are not waited for: the barrier's release guarantees that they have arrived.
+#include <algorithm>
+
 #include "checks/exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/arch/dependent_launch.cuh"
@@ -69,7 +71,9 @@ __global__ void __launch_bounds__(kThreads) collect_kernel(Collect x, PeerLayout
     for (int k = 0; k < kAtOnce; ++k) {
       int const row = r + k < m.ranks ? row_of[r + k] : -1;
       there[k] = row >= 0;
-      if (there[k]) words[k] = load_words(returned + row * x.hidden + col);
+      // Past the first-level cache, which may hold older data where the kernel starts early.
+      if (there[k])
+        words[k] = __ldcg(reinterpret_cast<uint4 const*>(returned + row * x.hidden + col));
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -107,9 +111,8 @@ __global__ void __launch_bounds__(kThreads) own_scores_kernel(ReturnedScores x, 
 
 void run_own_scores(ReturnedScores const& x, Queue const& queue) {
   require_runnable(x);
-  if (x.slots == 0) return;
-  own_scores_kernel<<<unsigned(ceil_div(x.slots, kThreads)), kThreads, 0, queue.stream>>>(
-      x, layout_of(x.memory));
+  int64_t const blocks = std::max<int64_t>(ceil_div(x.slots, kThreads), 1);  // as collect()
+  own_scores_kernel<<<unsigned(blocks), kThreads, 0, queue.stream>>>(x, layout_of(x.memory));
   cuda_check(cudaGetLastError(), "launch of a copy of scores");
 }
 
@@ -148,8 +151,8 @@ void require_runnable(Collect const& x) {
 
 void collect(Collect const& x, Queue queue) {
   require_runnable(x);
-  int64_t const blocks = ceil_div(x.tokens * (x.hidden / 8), kThreads);
-  if (blocks == 0) return;
+  // One at least: what comes next may start early, but not while the barrier before still waits.
+  int64_t const blocks = std::max<int64_t>(ceil_div(x.tokens * (x.hidden / 8), kThreads), 1);
   PeerLayout const layout = layout_of(x.memory);
   int64_t const stride = row_stride(x.residual, x.hidden);
   Launch const launch{.blocks = unsigned(blocks),

@@ -289,12 +289,13 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun) {
   int64_t const tokens = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
   int const pieces = int(ceil_div(x.hidden * 2, kPiece));
-  TokenShares const shares = TokenShares::of(tokens, pieces, kWarps, multiprocessors(queue));
+  bool const early = begun == nullptr && few_blocks_suffice(tokens * pieces, kWarps, queue);
+  TokenShares const shares = TokenShares::of(tokens, pieces, kWarps, most_blocks(early, queue));
   Launch const launch{.blocks = unsigned(shares.blocks),
                       .threads = 32 * shares.warps,
                       .bytes = bytes_of(shares.warps),
                       .stream = queue.stream,
-                      .early = shares.spread && begun == nullptr,
+                      .early = early,
                       .begun = begun};
   with_type(x.dtype, [&](auto element) {
     auto const kernel = push_kernel<decltype(element)>;

@@ -14,17 +14,19 @@ namespace {
 constexpr int kThreads = 256;
 
 // Slot i of rank r's: its expert here or -1, and its score, which are also stored. at_once: reads
-// slots before it knows whether the rank has them, for the way to it and back takes long.
+// slots before it knows whether the rank has them, for the way to it and back takes long. Loads
+// bypass the first-level cache, which may hold older data where the kernel starts early.
 template <bool at_once>
 __device__ SortedSlot take_slot(Tables const& x, PeerLayout const& layout, int r, int64_t i) {
   PeerMemory const& m = x.memory;
   PeerControl const* const own = PeerView(layout, m, m.rank).control();
   int64_t const place = last_place(own), slots = m.tokens * x.top_k;
   PeerView const peer(layout, m, r);
-  int64_t const published = own->failure != 0 ? 0 : peer.control()->tokens[place];
-  bool const there = i < slots && (at_once || i < published * x.top_k);
-  int32_t const id = there ? peer.ids(place)[i] : -1;
-  float const score = there ? reinterpret_cast<float const*>(peer.scores(place))[i] : 0.f;
+  bool const failed = own->failure != 0;
+  int64_t const published = failed ? 0 : __ldcg(&peer.control()->tokens[place]);
+  bool const there = i < slots && !failed && (at_once || i < published * x.top_k);
+  int32_t const id = there ? __ldcg(peer.ids(place) + i) : -1;
+  float const score = there ? __ldcg(reinterpret_cast<float*>(peer.scores(place)) + i) : 0.f;
   if (i == 0) x.tokens[r] = int32_t(published);
   if (i >= slots) return {};
   int64_t const local = x.experts / m.ranks;

@@ -326,7 +326,7 @@ def beside_collectives(rank: int) -> None:
     """Steps give the same results while NCCL's kernels run on another stream."""
     if device().type != "cuda":
         return
-    others, side = dist.new_group(), torch.cuda.Stream()
+    others, side, found = dist.new_group(), torch.cuda.Stream(), []
     small = torch.ones(4 << 20, device=device())
     large = torch.empty(small.numel() * dist.get_world_size(), device=device())
     step = Step(6, 64)
@@ -336,12 +336,12 @@ def beside_collectives(rank: int) -> None:
     for number in range(200):
         with torch.cuda.stream(side):
             dist.all_gather_into_tensor(large, small, group=others)
-        if number % 7 == rank:
-            time.sleep(0.002)
-        got = step.run(group_of("peer"))
+        time.sleep(0.002 * (number % 7 == rank))
+        found.append(step.run(group_of("peer")))
         with torch.cuda.stream(side):
             dist.reduce_scatter_tensor(small, large, group=others, op=dist.ReduceOp.AVG)
-    expect_equal(got, expected, rank)
+    for number, got in enumerate(found):
+        expect_equal(got, expected, (rank, number))
     side.synchronize()
     group_of("peer").check()
 

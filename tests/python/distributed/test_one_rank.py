@@ -102,6 +102,9 @@ def test_results(device: str) -> None:
             error, size = (t.float().norm() for t in (found - truth, truth))
             assert error <= (2.0**-7 if device == "cuda" else 1e-5) * size
     assert not rank.report.any()
+    ids = rank.layer.ids[(rank.layer.ids >= 0) & (rank.layer.ids < SMALL.experts)]
+    ends = ids.flatten().bincount(minlength=SMALL.experts).cumsum(0).int()
+    assert torch.equal(rank.forward()[-1][1:], ends)  # of this rank's tokens
 
 
 def test_room(device: str) -> None:

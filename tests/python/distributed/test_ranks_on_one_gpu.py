@@ -1,7 +1,8 @@
 """The ops of the peer engine with two ranks in one process, on one GPU.
 
-Each rank has streams of its own, and its barriers wait for what the other has queued. Layers are
-large enough for their products to be divided while rows travel.
+Each rank has streams of its own, and its barriers wait for what the other has queued. Two layers are
+large enough for their products to be divided while rows travel; the kernels of the third start before
+the ones before them have ended.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Sizes(NamedTuple):
 
 LARGE = Sizes(4096, 16, 4, 2048, 512)  # rows come during products
 WIDE = Sizes(8192, 16, 1, 7168, 1024)  # sums are sent during products, too
+FEW = Sizes(48, 16, 4, 512, 256)
 FLAGS = LayerFlags(*as_activation("silu").scalars, False, False)
 
 
@@ -83,6 +85,9 @@ class TwoRanks:
         self.main, more = streams[:RANKS], streams[RANKS:]
         self.more = [more[2 * rank :][:2] if overlaps else [] for rank in range(RANKS)]
         self.seconds = 20.0
+        counts = [ids.flatten().bincount(minlength=experts) for ids in self.ids]
+        self.own_ends = [count.cumsum(0).int() for count in counts]  # of each rank's own tokens
+        self.own_offsets: list[tuple[int, Tensor]] = []  # as forwards return them
 
     def warm_up(self, *how: Any) -> None:
         """Load the kernels of a step, and allocate: both may wait for a barrier that waits here."""
@@ -116,6 +121,9 @@ class TwoRanks:
                 found.append(call(rank))
         torch.cuda.synchronize()
         assert self.seconds < 1 or not self.report.any()
+        for rank, own in self.own_offsets:
+            assert torch.equal(own[1:], self.own_ends[rank])
+        self.own_offsets.clear()
         return found
 
     def step(self, room: int, kept_rows: int, scores: bool) -> list[list[Tensor]]:
@@ -130,7 +138,8 @@ class TwoRanks:
                 self.dout[rank],
             )  # a residual
             arguments = self.x[rank], *routing, *self.weights(rank), *FLAGS, room, kept_rows
-            out, *rest, _ = ops.peer_forward(*self.barriers(rank), *arguments)
+            out, *rest, own = ops.peer_forward(*self.barriers(rank), *arguments)
+            self.own_offsets.append((rank, own))
             kept.append(rest)
             return [out]
 
@@ -170,7 +179,7 @@ def two_kinds(
     biases: bool, sizes: Sizes, *how: Any, tokens: tuple[int, int] | None = None
 ) -> list[TwoRanks]:
     """The same without overlap and with it, ready for `step(*how)`."""
-    tokens = tokens or (sizes.tokens, sizes.tokens - 96)
+    tokens = tokens or (sizes.tokens, max(sizes.tokens - 96, 5))
     if int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) < 8:
         pytest.skip("CUDA_DEVICE_MAX_CONNECTIONS: fewer queues than streams")
     kinds = [TwoRanks(overlaps, biases, sizes, tokens) for overlaps in (False, True)]
@@ -179,7 +188,7 @@ def two_kinds(
     return kinds
 
 
-@pytest.mark.parametrize("sizes", [LARGE, WIDE])
+@pytest.mark.parametrize("sizes", [LARGE, WIDE, FEW])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("room", [-1, 1.25])  # times the rows of a rank if all have equally many
 @pytest.mark.parametrize("kept", [0, 0.5, 1.25])
@@ -200,7 +209,7 @@ def test_two_ranks(gpu: str, biases: bool, sizes: Sizes, room: float, kept: floa
         assert error < 1e-2, f"{name}: off by {error:.2g}"
 
 
-@pytest.mark.parametrize("sizes", [LARGE, WIDE])
+@pytest.mark.parametrize("sizes", [LARGE, WIDE, FEW])
 @pytest.mark.parametrize("empty", range(RANKS))
 def test_a_rank_without_tokens(gpu: str, empty: int, sizes: Sizes) -> None:
     """Its experts work for the other's."""
@@ -211,6 +220,29 @@ def test_a_rank_without_tokens(gpu: str, empty: int, sizes: Sizes) -> None:
     for a, b, c in zip(joined(apart.step(*how)), wanted, plain.by_one_process(), strict=True):
         assert torch.equal(a, b)
         assert (b.float() - c.float()).norm() < 1e-2 * c.float().norm()
+
+
+@pytest.mark.parametrize("tokens", [(48, 5), (48, 0), (1, 1)])
+def test_forwards_in_a_row(gpu: str, tokens: tuple[int, int]) -> None:
+    """Forwards of few tokens that are queued at once, each after the one before."""
+    how = -1, 0, False
+    plain, _ = two_kinds(False, FEW, *how, tokens=tokens)
+
+    def forwards(rank: int) -> list[Tensor]:
+        local, found = plain.weights(rank), []
+        for shift in range(8):  # with other ids each time
+            ids = (plain.ids[rank] + shift) % FEW.experts
+            routing = ids, plain.scores[rank], FEW.experts, None
+            arguments = plain.x[rank], *routing, *local, *FLAGS, -1, 0
+            found.append(ops.peer_forward(*plain.barriers(rank), *arguments)[0])
+        return found
+
+    outs = [torch.cat(both) for both in zip(*plain.of_both(forwards), strict=True)]
+    x, ids, scores = (torch.cat(t) for t in (plain.x, plain.ids, plain.scores))
+    for shift, out in enumerate(outs):
+        ids_now = (ids + shift) % FEW.experts
+        truth = guild.routed_experts(x, ids_now, scores, plain.w_up, plain.w_down)
+        assert (out.float() - truth.float()).norm() < 1e-2 * truth.float().norm(), shift
 
 
 def test_without_gradients_of_scores(gpu: str) -> None:
