@@ -1,8 +1,8 @@
 """The ops of the peer engine with two ranks in one process, on one GPU.
 
-Each rank has streams of its own, and its barriers wait for what the other has queued. Two layers are
-large enough for their products to be divided while rows travel; the kernels of the third start before
-the ones before them have ended.
+Each rank has streams of its own, and its barriers wait for what the other has queued. Two layers
+are large enough for their products to be divided while rows travel; the kernels of the third start
+before the ones before them have ended.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class TwoRanks:
         self.own_ends = [count.cumsum(0).int() for count in counts]  # of each rank's own tokens
         self.own_offsets: list[tuple[int, Tensor]] = []  # as forwards return them
 
-    def warm_up(self, *how: Any) -> None:
-        """Load the kernels of a step, and allocate: both may wait for a barrier that waits here."""
+    def warm_up(self, call: Callable[[], object]) -> None:
+        """Load a call's kernels, and allocate: both may wait for a barrier that waits here."""
         self.seconds = 1e-3
-        self.step(*how)
+        call()
         torch.cuda.synchronize()
         self.seconds = 20.0
         for memory in (*self.memory, self.report):
@@ -184,7 +184,7 @@ def two_kinds(
         pytest.skip("CUDA_DEVICE_MAX_CONNECTIONS: fewer queues than streams")
     kinds = [TwoRanks(overlaps, biases, sizes, tokens) for overlaps in (False, True)]
     for kind in (*kinds, *kinds):
-        kind.warm_up(*how)
+        kind.warm_up(functools.partial(kind.step, *how))
     return kinds
 
 
@@ -227,22 +227,22 @@ def test_forwards_in_a_row(gpu: str, tokens: tuple[int, int]) -> None:
     """Forwards of few tokens that are queued at once, each after the one before."""
     how = -1, 0, False
     plain, _ = two_kinds(False, FEW, *how, tokens=tokens)
+    everyones = [[(ids + shift) % FEW.experts for ids in plain.ids] for shift in range(8)]
 
     def forwards(rank: int) -> list[Tensor]:
         local, found = plain.weights(rank), []
-        for shift in range(8):  # with other ids each time
-            ids = (plain.ids[rank] + shift) % FEW.experts
-            routing = ids, plain.scores[rank], FEW.experts, None
+        for ids in everyones:
+            routing = ids[rank], plain.scores[rank], FEW.experts, None
             arguments = plain.x[rank], *routing, *local, *FLAGS, -1, 0
             found.append(ops.peer_forward(*plain.barriers(rank), *arguments)[0])
         return found
 
+    plain.warm_up(lambda: plain.of_both(forwards))
     outs = [torch.cat(both) for both in zip(*plain.of_both(forwards), strict=True)]
-    x, ids, scores = (torch.cat(t) for t in (plain.x, plain.ids, plain.scores))
-    for shift, out in enumerate(outs):
-        ids_now = (ids + shift) % FEW.experts
-        truth = guild.routed_experts(x, ids_now, scores, plain.w_up, plain.w_down)
-        assert (out.float() - truth.float()).norm() < 1e-2 * truth.float().norm(), shift
+    x, scores = torch.cat(plain.x), torch.cat(plain.scores)
+    for ids, out in zip(everyones, outs, strict=True):
+        truth = guild.routed_experts(x, torch.cat(ids), scores, plain.w_up, plain.w_down)
+        assert (out.float() - truth.float()).norm() < 1e-2 * truth.float().norm()
 
 
 def test_without_gradients_of_scores(gpu: str) -> None:
@@ -250,7 +250,7 @@ def test_without_gradients_of_scores(gpu: str) -> None:
     how = -1, RANKS * LARGE.tokens * LARGE.top_k
     plain, apart = two_kinds(False, LARGE, *how, False)
     without = joined(plain.step(*how, False))
-    plain.warm_up(*how, True)
+    plain.warm_up(lambda: plain.step(*how, True))
     with_scores = joined(plain.step(*how, True))
     assert len(without) == len(with_scores) - 1
     for a, b in zip(joined(apart.step(*how, False)), without, strict=True):
