@@ -7,7 +7,7 @@
 //   run(line, tables, sort)  starts both; the link's line waits for the tables
 //   run_beside_barrier(line, sort)
 //                            starts a sort that need not wait for the main line's last barrier
-//   run_beside(line, copy)   starts a copy on a few multiprocessors; returns a mark of when it begins
+//   run_beside(line, copy)   starts a copy on a few multiprocessors; returns a mark of its start
 //   clear(scores)            clears this rank's returned scores, on the main line
 //   only_beyond(line, args)  makes the offsets of what is computed again
 //   mark(line)               returns a mark of where the line is now
