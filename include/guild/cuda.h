@@ -1,19 +1,18 @@
 // The CUDA backend: sm_90a (H100, H200), bfloat16 and float16.
 //
-// Every function checks its arguments on the host, throws guild::Error if one is wrong, and
-// otherwise only enqueues work on the queue's stream: no allocation, no synchronisation, no read
-// of device memory. It also throws guild::Error if a call of CUDA fails; earlier kernels of a
-// function that launches several may have been launched by then. Calls can be captured in a CUDA
-// graph, and results are deterministic.
+// Every function checks its arguments on the host and throws guild::Error if one is wrong.
+// Otherwise it only enqueues work on the queue's stream: it does not allocate, synchronise or read
+// device memory from the host. A failed CUDA call throws guild::Error too; a function that launches
+// several kernels may have launched some of them by then. Calls can be captured in a CUDA graph.
+// Results are deterministic.
 //
 // Pointers are device pointers, except copy_indices' `from`, MoeForward::sort, Meet::report and
-// usable's `why`. They are 16-byte aligned, and so is every row: H and I are multiples of 8. Gate
-// and up have the same contiguous dimension. There are at most 2^31 - 8192 rows, tokens and slots,
-// and 2^30 rows in gradients of weights.
+// usable's `why`. They are 16-byte aligned, and so is every row, so H and I must be multiples of 8.
+// Gate and up weights are contiguous along the same dimension. Limits: 2^31 - 8192 rows, tokens and
+// slots; 2^30 rows in weight gradients.
 //
-// Several host threads may call at the same time, on streams and devices of their own, as long as
-// no two calls that may run at the same time write the same memory: outputs, workspaces and the
-// queue's counter.
+// Host threads may call concurrently, on different streams and devices, as long as calls that may
+// overlap write different memory: outputs, workspaces and the queue's counter.
 #pragma once
 #include "guild/error.h"
 #include "guild/float8.h"
@@ -26,30 +25,29 @@ namespace guild::cuda {
 
 struct Counters;
 
-// Where a step runs: a stream of the current device, and how many multiprocessors its matrix
-// products may fill.
+// Where a step runs: a stream of the current device, and how many SMs its matrix products may use.
 struct Queue {
   CUstream_st* stream = nullptr;
   int sms = 0;  // 0: all
-  // One int of device memory for products on this stream, with any initial value: a counter from
-  // which blocks claim tiles (dynamic scheduling). That is faster for large layers, most of all
-  // where experts have unequal loads. Null: static scheduling, with the same results. The
-  // composites have counters in their workspace.
+  // (1) in device memory, for products on this stream only, with any initial value: the counter
+  // from which thread blocks claim tiles (dynamic scheduling). Faster for large layers, above all
+  // with unevenly loaded experts. Null: static scheduling, with the same results. The composites
+  // use counters in their workspace instead.
   int32_t* counter = nullptr;
-  // Whether other kernels, such as communication, run at the same time: blocks of products then
-  // claim all of their tiles from the counter, so that none is held by a block that still waits for
-  // a multiprocessor.
+  // Whether other kernels, such as communication, run at the same time. Every product of more than
+  // one wave then claims its tiles from the counter, so that none is assigned to a block that still
+  // waits for an SM. Otherwise only products of several waves do.
   bool shared = false;
   Counters* counters = nullptr;  // for Guild's own use, in the composites; leave it null
 };
 
-// Whether this build has CUDA kernels, and whether the current device can run them; if it cannot,
-// `why` (if given) says what is missing.
+// built(): whether this build has CUDA kernels. usable(): whether the current device can run them;
+// `why`, unless null, receives what is missing, or "".
 bool built();
 bool usable(char const** why = nullptr);
 
-// Copies `count` indices from host memory, such as a weight's expert_at. They are read during the
-// call and passed as kernel arguments, which a captured graph keeps.
+// Copies `count` indices, such as a weight's expert_at, from host memory. They travel as kernel
+// arguments: the host memory may be freed once the call returns, and a captured graph keeps them.
 void copy_indices(int32_t const* from, int64_t count, int32_t* to, Queue queue = {});
 
 void route(Route const& args, Queue queue = {});
@@ -64,7 +62,7 @@ void combine(Combine const& args, Queue queue = {});
 void down_gradient(DownGradient const& args, Queue queue = {});
 void score_gradient(ScoreGradient const& args, Queue queue = {});
 void up_gradient(UpGradient const& args, Queue queue = {});
-// Fills both arrays of a schedule, in the caller's memory, from routing.offsets.
+// Computes a schedule from routing.offsets. Both of its arrays are allocated by the caller.
 void schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
                                WeightSchedule const& schedule, Queue queue = {});
 void up_weight_gradient(UpWeightGradient const& args, Queue queue = {});

@@ -6,8 +6,8 @@
 
 namespace guild {
 
-// An argument has a wrong value: the message gives its name, its value and what was expected. Or a
-// call of CUDA has failed: the message says what for, and CUDA's name and text of the error.
+// Thrown for an invalid argument, with its name, its value and what was expected, and for a failed
+// CUDA call, with its purpose and CUDA's name and description of the error.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

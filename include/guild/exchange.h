@@ -1,21 +1,21 @@
 // Exchange of token rows between ranks that read and write each other's memory: the GPUs of one
 // host with peer access, or processes that share memory.
 //
-// Every rank has one piece of memory, laid out alike and mapped by all others. A layer's tokens go
-// through it in two halves, each with a barrier in the middle:
+// Every rank owns one buffer that all other ranks map; all have the same layout. Tokens pass
+// through these buffers on the way to the experts and on the way back, each time with a barrier:
 //
-//   publish   this rank's rows, and in forward its routing, into its own memory
-//   meet      the barrier
-//   tables    all ranks' routing, with this rank's experts numbered from 0 and others' -1
-//   pull      rows of all ranks that have an expert here, each once
+//   publish   copies this rank's rows, and in forward its routing, to its own buffer
+//   meet      barrier
+//   tables    reads all ranks' routing; numbers this rank's experts from 0, others become -1
+//   pull      reads the rows of all tokens that have an expert on this rank, each once
 //   ... the experts ...
-//   push      results, into the memory of the rank that they belong to
-//   meet      the barrier
-//   collect   for each token, the sum of its results over the ranks
+//   push      writes results to the buffer of the rank that owns the token
+//   meet      barrier
+//   collect   sums each token's results over the ranks
 //
-// Only meet(), a single block on a GPU, waits for other ranks, and only for a limited time.
-// Published data is double-buffered, so that the next rows need not wait until every rank has read
-// the last ones. guild/peer_layer.h has the whole layer, where rows travel while products run.
+// Only meet(), a single thread block on a GPU, waits for other ranks, and only for a limited time.
+// Published data is double-buffered: a rank may publish again before all ranks have read its
+// previous rows. guild/peer_layer.h runs the whole layer and overlaps transfers with products.
 #pragma once
 #include "guild/cuda.h"
 #include "guild/types.h"
@@ -25,35 +25,35 @@ namespace guild {
 inline constexpr int kMostRanks = 32;
 inline constexpr int kMostFacts = 14;
 
-// The memory that ranks share. It serves calls of any size up to these.
+// The buffers that ranks share, and the largest call for which they have room.
 struct PeerMemory {
   int64_t ranks = 1, rank = 0;
-  int64_t tokens = 0;     // Tm: the most of any rank
-  int64_t top_k = 1;      // the most choices of a token
+  int64_t tokens = 0;     // Tm: most tokens of any rank
+  int64_t top_k = 1;      // most experts per token
   int64_t row_bytes = 0;  // of the widest row
-  int64_t returned = 1;   // the most rows that come back for one token, in units of Tm
-  // (ranks) each rank's memory as this rank addresses it, 16-byte aligned. On the CPU a null or
-  // misaligned one throws Error; for CUDA the list too is in device memory and cannot be checked.
+  int64_t returned = 1;   // most result rows per token: ranks, or top_k if pushed by slot
+  // (ranks) the address of each rank's buffer in this process, 16-byte aligned. The CPU backend
+  // throws Error if one is null or misaligned. On CUDA the list is in device memory, unchecked.
   void* const* peers = nullptr;
 };
 
-// The size of each rank's memory, which must be zeroed before first use. These three functions do
-// not read `peers`; sizes whose product is too large throw Error, as in every call below.
+// The size of each rank's buffer, which must be zeroed before first use. This function and the next
+// two do not read `peers`. As in all calls below, sizes whose product is too large throw Error.
 int64_t peer_memory_bytes(PeerMemory const& memory);
-// The offsets, in bytes, of what came back for this rank's tokens: rows, and gradients of scores.
+// Byte offsets, in a rank's buffer, of what is returned for its tokens: rows, gradients of scores.
 int64_t returned_rows_offset(PeerMemory const& memory);
 int64_t returned_scores_offset(PeerMemory const& memory);
 
-// Why the ranks cannot go on.
+// Why the exchange failed: a rank is late, facts differ, or a rank needs too many rows.
 enum class PeerFailure : int { none, late, differs, overflow };
 
-// The record of a failure for the host, in host memory that the device writes to.
+// Failure record, in host memory that the device can write.
 struct PeerReport {
   int64_t failure = 0;   // PeerFailure; written last
   int64_t rank = 0;      // the rank that is late, differs or had too many rows
   int64_t reporter = 0;  // the rank that noticed first
   int64_t fact = 0;      // index of the fact that differs
-  int64_t rows = 0;      // how many would have been needed
+  int64_t rows = 0;      // rows that an overflow needed
 };
 
 // Publishes rows and, with ids, the routing of this rank's tokens. T <= Tm.
@@ -64,60 +64,62 @@ struct Publish {
   int64_t row_bytes = 0, score_bytes = 4;
   void const* rows = nullptr;    // (T) rows
   int64_t row_stride = 0;        // bytes from one to the next, at least row_bytes where T > 1
-  int32_t const* ids = nullptr;  // (T, K) in [0, experts); others are skipped; null: none
+  int32_t const* ids = nullptr;  // (T, K); ids outside [0, experts) are skipped; null: none
   void const* scores = nullptr;  // (T, K)
-  int32_t* token_row = nullptr;  // (T, ranks) out: r T + t where token t has an expert on r, or -1
+  int32_t* token_row = nullptr;  // (T, ranks) out: where r's result for t returns, r T + t, or -1
 };
 
-// Waits until all ranks have arrived, and compares their `facts`. If facts differ, if a rank is
-// late or if one had too many rows, every rank's report says so, what came back becomes NaN, and
-// nothing is pulled or pushed from then on. Later calls wait for nobody and report the same again.
+// Barrier over all ranks. It also compares `facts`, numbers on which the ranks must agree. If facts
+// differ, a rank is late or a rank needs too many rows, every rank reports it, returned results and
+// pulled rows become NaN, and nothing is transferred from then on. Later calls do not wait and
+// report the same failure.
 struct Meet {
   PeerMemory memory = {};
-  bool published = false;  // the barrier after publish
-  double seconds = 0;      // to wait at most, for all ranks together
+  bool published = false;  // whether this barrier follows publish()
+  double seconds = 0;      // timeout for all ranks together
   int64_t count = 0;       // number of facts
   int64_t facts[kMostFacts] = {};
   PeerReport* report = nullptr;  // never null
-  // (1) how many rows were needed, where there was room for `capacity`; null: not checked.
+  // (1) the number of rows needed; more than `capacity` is an overflow. Null: not checked.
   int32_t const* needed = nullptr;
   int64_t capacity = 0;
 };
 
-// The routing of all ranks' tokens; slots of tokens that a rank does not have are -1.
+// Reads the routing of all ranks' tokens, Tm for each rank; slots past a rank's tokens are -1.
 struct Tables {
   PeerMemory memory = {};
   int64_t top_k = 1, experts = 1, score_bytes = 4;
-  int32_t* ids = nullptr;     // (ranks * Tm, K) out: of this rank's experts, or -1
+  int32_t* ids = nullptr;     // (ranks * Tm, K) out: local id of an expert of this rank, or -1
   void* scores = nullptr;     // (ranks * Tm, K) out; 0 where the id is -1
-  int32_t* tokens = nullptr;  // (ranks) out: how many each rank has
+  int32_t* tokens = nullptr;  // (ranks) out: number of tokens of each rank
 };
 
 // How much of a step a call does: all of it, or one of two parts.
 enum class Part : int { whole, first, rest };
 
-// Pulls the tokens' rows: row r Tm + t is that of rank r's token t if that has an expert here,
-// otherwise zeros.
+// Pulls token rows: row r Tm + t is that of rank r's token t if the token has an expert on this
+// rank, otherwise zeros. After a failure all rows are NaN.
 //
-// In two calls, the first pulls this rank's own tokens and those that have one of the first experts
-// here; the products of these experts then need no other rows.
+// In two calls, Part::first pulls this rank's own tokens and those that have one of this rank's
+// first experts, which is all that the products of these experts need; Part::rest pulls the others.
 struct Pull {
   PeerMemory memory = {};
   int64_t top_k = 1, row_bytes = 0;
   int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
   void* rows = nullptr;          // (ranks * Tm) rows out, packed
   Part part = Part::whole;
-  int64_t first_experts = 0;  // how many count as the first; not read with Part::whole
+  int64_t first_experts = 0;  // number of first experts; not read with Part::whole
 };
 
-// Pushes results to the ranks that they belong to:
+// Pushes results to the ranks that own the tokens. With p = r Tm + t for token t of the T_r tokens
+// of rank r:
 //   by token   sum over k of score[p, k] * y[row_of[p, k]], fp32, to row (this rank) T_r + t of r
 //   by slot    y[row_of[p, k]] to row t K + k of r
-// with p = r Tm + t. A token without a row here has no result.
+// Nothing is pushed for a token without rows on this rank.
 //
-// By token it can be in two calls, where the last experts' rows are computed last: the first pushes
-// the sums of tokens whose rows all lie before *rest_from, the second those of the others. On CUDA
-// all tokens with more than 32 slots are among the others.
+// A push by token can be split in two calls, the first of which may run before the last experts'
+// rows exist: Part::first pushes the sums of tokens whose rows all lie before *rest_from,
+// Part::rest those of the others. On CUDA, tokens with more than 32 slots are always in Part::rest.
 struct Push {
   PeerMemory memory = {};
   DType dtype = DType::float32;
@@ -125,15 +127,15 @@ struct Push {
   bool by_slot = false;
   ConstRows y = {};                        // (rows, H)
   int32_t const* row_of = nullptr;         // (ranks * Tm, K), or (slots) with lists; -1: none
-  void const* scores = nullptr;            // as row_of; null: 1; not read by slot
-  int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
+  void const* scores = nullptr;            // as row_of; null: 1, as it must be by slot
+  int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots; null: none
   int32_t const* tokens = nullptr;         // (ranks) of Tables; not read by slot
   Part part = Part::whole;
   int32_t const* rest_from = nullptr;  // (1); not read with Part::whole
 };
 
-// After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in
-// the order of the ranks, fp32.
+// o[t] = residual[t] + sum over ranks r of returned row token_row[t, r], in the order of the ranks,
+// in fp32. Runs after the barrier that follows push().
 struct Collect {
   PeerMemory memory = {};
   DType dtype = DType::float32;
@@ -143,7 +145,8 @@ struct Collect {
   void* o = nullptr;                   // (T, H) out, packed
 };
 
-// Pushes score[p, k] to score t K + k of rank r, p = r Tm + t, where ids[p, k] >= 0.
+// Pushes gradients of scores: scores[p, k] to returned score t K + k of rank r, with p = r Tm + t,
+// for all ids[p, k] >= 0.
 struct PushScores {
   PeerMemory memory = {};
   int64_t top_k = 1, score_bytes = 4;
@@ -151,8 +154,8 @@ struct PushScores {
   void const* scores = nullptr;  // (ranks * Tm, K)
 };
 
-// Gradients of scores that come back for this rank's slots. clear_scores() comes before the barrier
-// after which they are pushed, so that slots to which no rank pushes have zeros.
+// Gradients of scores returned for this rank's slots. Call clear_scores() before the barrier that
+// precedes push_scores(), so that slots to which no rank pushes are zero.
 struct ReturnedScores {
   PeerMemory memory = {};
   int64_t slots = 0, score_bytes = 4;

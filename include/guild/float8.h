@@ -14,9 +14,9 @@ enum class Float8 : int {
   e5m2,  // float8_e5m2: largest 57,344
 };
 
-// How a block's scale follows from its largest absolute value, with L the format's largest:
-//   exact          that value / L
-//   power_of_two   the smallest power of two that is not below that quotient
+// A block's scale, with amax the block's largest absolute value and L the format's largest value:
+//   exact          amax / L
+//   power_of_two   the smallest power of two >= amax / L
 enum class ScaleKind : int { exact, power_of_two };
 
 // Elements that share a scale along a row and, in a weight, along a column too. The last block of a
@@ -33,10 +33,9 @@ struct BlockScales {
 using Scales = BlockScales<float>;
 using ConstScales = BlockScales<float const>;
 
-// Quantises a matrix (rows, columns), with a scale for every 128 columns of a row: codes are the
-// elements times 1 / scale, rounded to nearest, ties to even. A block's largest absolute value
-// counts as 2^-100 if it is less. A block that holds an infinity or a NaN gets NaN for its scale
-// and its codes.
+// Quantises a matrix (rows, columns), with a scale for every 128 columns of a row. Codes are the
+// elements times 1 / scale, rounded to nearest even. An amax below 2^-100 counts as 2^-100. The
+// scale and the codes of a block with an infinity or a NaN are NaN.
 struct QuantizeRows {
   int64_t rows = 0, columns = 0;
   DType dtype = DType::bfloat16;  // of x: bfloat16, float16, float32
@@ -48,15 +47,15 @@ struct QuantizeRows {
 };
 
 // The same for expert weights (E, out, in), with a scale for every 128 x 128 elements; optionally
-// writes the codes transposed too, for products that sum over `out`. The two halves of a gated
-// weight are quantised separately, so that no block lies in both: `out` is the size of one half,
-// and in codes and scales the gate's rows come first, wherever the halves lie in w.
+// also writes the codes transposed, for products that sum over `out`. The two halves of a gated
+// weight are quantised separately, so no block spans both: `out` is the size of one half, and in
+// codes and scales the gate's rows precede up's, whatever the layout of w.
 struct QuantizeWeights {
   int64_t experts = 0, out = 0, in = 0;
   DType dtype = DType::bfloat16;
   Float8 format = Float8::e4m3;
   ScaleKind scale = ScaleKind::exact;
-  ConstUpWeight w = {};    // (E, out, in); up with null data: there is no second half
+  ConstUpWeight w = {};    // (E, out, in); up with null data: one half
   Weight codes = {};       // (E, halves * out, in) out, `in` contiguous
   Weight transposed = {};  // (E, halves * out, in) out, `out` contiguous; null data: not wanted
   Scales scales = {};      // (E, halves * ceil(out / 128), ceil(in / 128)) out
@@ -65,9 +64,9 @@ struct QuantizeWeights {
 };
 
 // D = A B^T + bias for groups of rows: A (M, K) with 1x128 scales, B (E, N, K) with 128x128 scales.
-// Blocks of 128 along K are summed one after the other, each scaled by the product of its two
-// scales. offsets are END positions (E), as in GroupedGemm; rows of no group are zeros, even with
-// a bias.
+// Blocks of 128 along K are accumulated in order, each scaled by the product of its two scales.
+// offsets are END positions (E), as in GroupedGemm. Rows outside all groups are set to zero,
+// without the bias.
 //
 // halves = 2: A is (M, 2K) and B (E, N, 2K), and each half of K has its own blocks, the last of
 // which may be smaller. Scales are (M, 2 ceil(K / 128)) and (E, ceil(N / 128), 2 ceil(K / 128)),
@@ -87,12 +86,12 @@ struct ScaledGroupedGemm {
   ConstRows bias = {};                // (E, N); null data: none
 };
 
-// Symbols below are those of steps.h. Quantised rows with two halves, H and dH, hold the gate's I
-// columns before those of up, whatever the order of their 16-bit copies, and each half has its own
-// blocks: scales are (R, 2 ceil(I / 128)). Without a gate there is one half.
+// Symbols below are those of steps.h. "In halves" means that the gate's I columns precede up's,
+// whatever `order` is, and that each half has its own blocks: scales are (R, 2 ceil(I / 128)).
+// Without a gate there is one half. Quantised H and dH are stored in halves.
 
-// H = X[row_token] W1^T + b1;  A = activation(H). A is quantised from the float32 values as
-// QuantizeRows would; H is also rounded to dtype, or quantised, if it is to be kept.
+// H = X[row_token] W1^T + b1;  A = activation(H). A is quantised from its float32 values as by
+// QuantizeRows. H is written only if h (rounded to dtype) or h_codes (quantised) is given.
 struct ScaledUp {
   Sizes sizes = {};
   DType dtype = DType::bfloat16;  // of bias and h: bfloat16, float16, float32
@@ -125,8 +124,8 @@ struct Chunks {
 //   dH = d activation(s * g, H), quantised;   score_parts = partial sums of <g, A> over I
 //
 // and the operands of the weight gradients, dH and A' = s * A: in dtype, as chunks, or both.
-// dh_chunks are bit for bit what QuantizeChunks makes of dh_codes. a_chunks are what it makes of A'
-// in dtype with scales that are powers of two, whatever `scale` is.
+// dh_chunks equal QuantizeChunks of dh_codes bit for bit. a_chunks equal QuantizeChunks of A',
+// rounded to dtype, with power-of-two scales, whatever `scale` is.
 struct ScaledDownGradient {
   Sizes sizes = {};
   DType dtype = DType::bfloat16;  // of h, dh and a_scaled: bfloat16, float16, float32

@@ -5,8 +5,8 @@
 //   NVFP4   E2M1 codes, two per byte with the first in the low half, an e4m3 scale for every 16,
 //           and one global float32 scale
 //
-// Blocks lie along a row, whose last block may be shorter. An element is its code times its block's
-// scale and, in NVFP4, times the global scale.
+// Blocks run along a row; a row's last block may be shorter. An element is its code times its
+// block's scale and, in NVFP4, times the global scale.
 #pragma once
 #include "guild/cuda.h"
 #include "guild/float8.h"
@@ -19,17 +19,17 @@ constexpr int64_t micro_block(Microscaling format) {
   return format == Microscaling::nvfp4 ? 16 : 32;
 }
 
-// How MXFP8's scale follows from a block's largest absolute value, with L the format's largest:
-//   floor   that value's power of two over L's, as the specification says; values then above L
+// MXFP8's scale, with amax the block's largest absolute value and L the format's largest value:
+//   floor   2^(floor(log2(amax)) - floor(log2(L))), as in the specification; scaled values above L
 //           saturate to L
-//   ceil    the smallest power of two that is not below that value / L
+//   ceil    the smallest power of two >= amax / L
 enum class MicroRounding : int { floor, ceil };
 
-// The order of scales (rows, blocks):
-//   rows      row by row
-//   swizzled  as cuBLAS takes them ("1D Block Scaling Factors Layout"): tiles of 128 rows x 4
-//             blocks of 512 bytes each, tile after tile along a row, with scale (r, b) of a tile at
-//             r % 32 * 16 + r / 32 * 4 + b. Scales that fill up the last tiles are zeros.
+// The layout of scales (rows, blocks):
+//   rows      row-major
+//   swizzled  as cuBLAS expects ("1D Block Scaling Factors Layout"): row-major tiles of 128 rows x
+//             4 blocks, 512 bytes each, with scale (r, b) of a tile at byte
+//             r % 32 * 16 + r / 32 * 4 + b. The last tiles are padded with zeros.
 enum class ScaleOrder : int { rows, swizzled };
 
 // Bytes of the scales of a matrix.
@@ -40,13 +40,12 @@ constexpr int64_t micro_scale_bytes(int64_t rows, int64_t columns, Microscaling 
   return (rows + 127) / 128 * 128 * ((blocks + 3) / 4 * 4);
 }
 
-// Quantises rows to one of the formats, rounding to nearest, ties to even, and saturating to the
-// largest code. A block that holds an infinity or a NaN gets NaN for its scale and NaN for its
-// codes, or zeros in E2M1, which has no NaN.
+// Quantises rows, rounding to nearest even and saturating to the largest code. A block with an
+// infinity or a NaN gets a NaN scale and NaN codes, or zeros in E2M1, which has no NaN.
 //
-// NVFP4's block scale is e4m3(largest of the block / 6 / global scale). The global scale is given,
-// or the largest absolute value of all finite blocks / 2688, at least 2^-100 / 2688; codes are
-// rounded from elements times 1 / (block scale * global scale), and zeros where that scale is zero.
+// NVFP4's block scale is e4m3(amax of the block / 6 / global scale). The global scale is given or
+// max(amax of all finite blocks, 2^-100) / 2688. Codes are rounded from elements times
+// 1 / (block scale * global scale), or zeros where the product of the scales is zero.
 struct QuantizeMicro {
   int64_t rows = 0, columns = 0;  // columns: even for NVFP4
   DType dtype = DType::bfloat16;  // of x: bfloat16, float16, float32
@@ -56,15 +55,16 @@ struct QuantizeMicro {
   ConstRows x = {};           // (rows, columns)
   Rows codes = {};            // (rows, columns) bytes out, half as many for NVFP4
   uint8_t* scales = nullptr;  // micro_scale_bytes() out
-  float* global = nullptr;    // (1) of NVFP4: read where given, else written if there are rows
+  float* global = nullptr;    // (1) of NVFP4: in if global_given, else out, if there are rows
   bool global_given = false;
   uint32_t* workspace = nullptr;  // (1) of NVFP4 on CUDA, where global is not given
 };
 
-// Converts codes with an E8M0 scale for every 32 columns to codes of the same format with a float32
-// scale for every 128: the largest of the four scales. Codes of the other three blocks are
-// multiplied by the quotient of the scales and rounded again. That is exact unless the result is
-// subnormal; in e4m3 an element of at least 2^-14 of the largest its block could hold stays exact.
+// Converts MXFP8 codes, with an E8M0 scale for every 32 columns, to codes of the same format with a
+// float32 scale for every 128 columns: the largest of the four scales. The other three blocks'
+// codes are multiplied by the ratio of the scales and rounded again. This is exact unless the
+// result is subnormal; in e4m3, elements of at least 2^-14 times the largest value that the new
+// block can hold stay exact.
 struct RegroupMicro {
   int64_t rows = 0, columns = 0;
   Float8 format = Float8::e4m3;

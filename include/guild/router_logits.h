@@ -1,4 +1,4 @@
-// The router's product, alone and followed by the choice of experts. Sizes and null as in steps.h.
+// The router's matrix product, alone or followed by routing. Symbols and null as in steps.h.
 #pragma once
 #include "guild/cuda.h"
 #include "guild/routing.h"
@@ -8,10 +8,10 @@ namespace guild {
 
 // logits = x weight^T + bias; with 16-bit operands, summed and returned in float32.
 //
-// The sum over H is cut into chunks whose size depends on H alone; each is summed in order, the
-// bias is added to the first, and the chunks are added in order. So the bits of a token's logits do
-// not depend on the number of tokens or on its position among them, nor, on a GPU, on the number of
-// experts.
+// The sum over H is split into chunks whose size depends on H alone. Each chunk is summed in order,
+// the bias is added to the first, and the chunks are added in order. A token's logits are therefore
+// bitwise independent of the number of tokens and of the token's position and, on a GPU, of the
+// number of experts.
 struct RouterLogits {
   int64_t tokens = 0, hidden = 0, experts = 0;
   DType dtype = DType::bfloat16;  // of x and weight; logits are float32, or float64 in float64

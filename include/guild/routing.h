@@ -15,18 +15,20 @@ enum class GroupScore : int { top2_sum, max };
 // What a router does with the logits of one token.
 //
 // p is softmax over all experts, sigmoid of each, or sqrt(log(1 + exp(logit))) of each
-// (DeepSeek-V4). Selection: the K largest of p + selection_bias, ties to the smaller id, NaN after
-// every number; where neither a bias nor a sum over a group needs p itself, the K largest logits,
-// which is the same order without p's rounding. With groups, which are equal, consecutive parts of
-// the experts, only experts of the top_groups best groups are chosen.
+// (DeepSeek-V4).
+//
+// Selection: the K largest p + selection_bias; ties go to the smaller id, NaN ranks below every
+// number. Without a bias and without top2_sum over groups, experts are ranked by their logits: the
+// same order, but without ties from rounding p. With groups (equal, consecutive ranges of experts),
+// only experts of the top_groups best groups are chosen.
 //
 // Weights: p of the chosen without the bias, divided by max(their sum, sum_floor) if renormalize,
-// times scale. softmax + renormalize equals top-k followed by softmax over the chosen. With
-// softmax, a NaN among the logits makes all weights NaN; with the other scores, a NaN that is
-// chosen makes its own weight NaN, and with renormalize all of them. Where p of all chosen experts
-// is 0, sigmoid and sqrt_softplus give weights of 0: with renormalize and no sum_floor that takes
-// logits of -infinity; otherwise a p too small for dtype is 0 as well. Other infinities follow from
-// the formulas.
+// times scale. softmax + renormalize equals top-k followed by softmax over the chosen.
+//
+// With softmax, one NaN logit makes all weights NaN; with the other scores, a chosen NaN makes its
+// own weight NaN, and with renormalize all weights. If p of all chosen experts is 0, sigmoid and
+// sqrt_softplus give weights of 0. With renormalize and no sum_floor that happens only for logits
+// of -infinity, otherwise also if p underflows in dtype. Other infinities follow from the formulas.
 struct Router {
   Score score = Score::softmax;
   bool renormalize = true;
@@ -37,11 +39,11 @@ struct Router {
   double sum_floor = 0;  // only with renormalize (ERNIE 4.5: 1e-12)
 };
 
-// Whether p of an expert depends on its own logit alone; slopes then come with the scores.
+// Whether an expert's p depends on its own logit alone. Route can then write slopes.
 constexpr bool has_slopes(Router const& router) { return router.score != Score::softmax; }
 
-// Whether the gradient of the weights depends on logits of experts that were not chosen, or on
-// something that cannot be derived from the scores.
+// Whether the gradient of the weights needs the logits: it depends on experts that were not chosen,
+// or on values that cannot be derived from the scores.
 constexpr bool needs_logits(Router const& router) {
   return router.renormalize ? router.sum_floor > 0 : router.score == Score::softmax;
 }
@@ -61,8 +63,8 @@ struct Route {
   void* slopes = nullptr;
 };
 
-// dlogits = d(sum(scores * dscores)) / dlogits, in one dense write. Computed from the scores
-// without the logits, unless the scores are softmax over all experts or the sum has a floor.
+// dlogits = d(sum(scores * dscores)) / dlogits, written densely. Computed from the scores without
+// the logits, unless needs_logits(router): softmax without renormalize, or a sum_floor.
 struct RouterGradient {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;
@@ -79,10 +81,10 @@ struct RouterGradient {
   DType rounded_to = DType::float32;  // of dlogits: bfloat16 or float16; float32: not rounded
 };
 
-// Stable counting sort of slots by expert: rows of one expert keep the order of their slots. Ids
-// outside [0, E) get no row (slot_row = -1), nor do slots before token_offsets[0] and at or past
-// token_offsets[T]. With less room than slots (Sizes::room), rows from `room` on are left out too,
-// but counted in the offsets: offsets[E] is the room that all of them need.
+// Stable counting sort of slots by expert: an expert's rows are in the order of their slots. Slots
+// with an id outside [0, E), before token_offsets[0] or at or past token_offsets[T] get no row:
+// their slot_row is -1. So is that of slots whose row would be `room` or later (Sizes::room), but
+// the offsets count them: offsets[E] is the number of rows needed.
 struct Sort {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType score_dtype = DType::float32;  // float32 or float64
@@ -101,21 +103,21 @@ struct Sort {
   int64_t room = -1;  // as Sizes::room
 };
 
-// Token rounding (SonicMoE, arXiv:2512.14080): each expert's count of tokens becomes a
-// multiple of `tile`, by dropping the tokens with the least p among those that chose it, or adding
-// those with the greatest p among the others; ties go to the smaller token. Each expert's count
-// changes by less than a tile. Fewer are added if there are no more tokens.
+// Token rounding (SonicMoE, arXiv:2512.14080): makes each expert's number of tokens a multiple of
+// `tile`. It drops the tokens with the smallest p among those that chose the expert, or adds those
+// with the largest p among the others; of equal ones, tokens with smaller indices stay or are added
+// first. The number changes by less than a tile. If tokens run out it stays below the multiple.
 enum class Rounding : int {
   nearest,  // half a tile rounds up
   up,
   down,
-  stochastic,  // up with the probability rest / tile
-  balanced,    // up or down so that running sums over the experts are rounded to nearest
+  stochastic,  // up with probability (number % tile) / tile
+  balanced,    // up or down, so that each prefix sum over the experts is rounded to nearest
 };
 
-// Turns the choices of Route into lists of any length, with experts ascending in each. Weights are
-// computed as in Route, over the list instead of the K choices. The ids of a token are distinct, as
-// Route writes them; tokens whose first id is outside [0, E) are padding.
+// Turns the choices of Route into lists of varying length, one per token, with ascending experts.
+// Weights are computed as in Route, over the list instead of the K choices. A token's ids must be
+// distinct, as Route writes them; tokens whose first id is outside [0, E) are padding.
 struct TokenRounding {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;
@@ -132,15 +134,15 @@ struct TokenRounding {
   void* workspace = nullptr;         // rounding_workspace_bytes()
 };
 
-// The sums that load balancing needs of a router, in one pass over its logits. The tokens are cut
-// into `sequences` equal, consecutive parts, each summed separately; p is the softmax of a token's
+// The sums that load-balancing losses and the z-loss need, in one pass over the logits. Tokens form
+// `sequences` equal, consecutive ranges, each summed separately. p is the softmax of a token's
 // logits, or their sigmoids or sqrt_softplus divided by the sum of these:
 //   counts[s, e]  how many ids of the sequence are e
 //   shares[s, e]  sum of p[t, e] over its tokens t
 //   squares[s]    sum of logsumexp(logits[t])^2
 struct BalanceSums {
   int64_t tokens = 0, experts = 0, top_k = 0;
-  int64_t sequences = 1;  // divides T; with T = 0 the sums of any number of them are zeros
+  int64_t sequences = 1;  // divides T; any number if T = 0, all sums are then zero
   DType dtype = DType::float32;
   Score score = Score::softmax;
   ConstRows logits = {};                // (T, E)
@@ -151,7 +153,7 @@ struct BalanceSums {
   void* workspace = nullptr;                   // balance_workspace_bytes()
 };
 
-// dlogits from the gradients of shares and squares, one dense write.
+// dlogits from the gradients of shares and squares, written densely.
 struct BalanceGradient {
   int64_t tokens = 0, experts = 0, sequences = 1;
   DType dtype = DType::float32;

@@ -1,12 +1,13 @@
 // The arguments of every step of a Mixture-of-Experts layer, forward and backward.
 //
-// The same structs go to guild::cpu::f(args) and guild::cuda::f(args, queue). Symbols: T tokens,
-// hidden size H, intermediate size I, E experts, K choices per token, R = T * K rows, and W = 2I
-// with a gate, I without. Every matrix has the layer's dtype and R rows (by row) or T rows (by
-// token). Matrix products accumulate in fp32 (float64 in float64). Null means absent where a
-// comment says so. Rows before offsets[0] and those at or past offsets[E] are neither used nor
-// written, experts without rows get zero gradients, and a row_token outside [0, T) stands for a row
-// of zeros. An output shares memory with no input and no other output, unless a comment allows it.
+// guild::cpu::f(args) and guild::cuda::f(args, queue) take the same structs. Symbols: T tokens,
+// hidden size H, intermediate size I, E experts, K choices per token, R = sizes.rows() rows (T * K
+// by default), and W = 2I with a gate, I without. Every matrix has the layer's dtype and R rows (by
+// row) or T rows (by token). Matrix products accumulate in fp32 (float64 in float64). A pointer may
+// be null where its comment says what null means. Rows before offsets[0] and those at or past
+// offsets[E] are neither used nor written. Experts without rows get zero gradients. A row_token
+// outside [0, T) stands for a row of zeros. Outputs must not overlap inputs or each other, unless a
+// comment allows it.
 //
 // Algorithm: SonicMoE, arXiv:2512.14080, section 3 (backward from X, H and the routing alone).
 #pragma once
@@ -15,9 +16,9 @@
 
 namespace guild {
 
-// A low-rank term of a product: T B^T is added to its sums, with T (R, rank) by row and B (E, out,
-// rank), where out is the product's columns. On CUDA the rank is a multiple of 8, and B is
-// contiguous along `out` or `rank` where the product's weight is along `out` or `in`.
+// A low-rank (LoRA) term of a product: adds t b^T, with t (R, rank) and b (E, out, rank), where
+// `out` counts the product's columns. On CUDA the rank is a multiple of 8, and b is contiguous
+// along `out` if the product's weight is, and along `rank` if the weight is contiguous along `in`.
 template <class W>
 struct LowRankTerm {
   ConstRows t = {};
@@ -42,9 +43,9 @@ struct UpProjection {
   LowRankTerm<ConstUpWeight> low_rank = {};  // of H; b: (E, I, rank) twice
   // Rows that h has memory for; -1: R. If the experts have more, the contents of h are undefined.
   int64_t h_rows = -1;
-  // Whether the previous step on the queue was the pull() of x (guild/exchange.h): w_up and the
-  // offsets may then be read while that still runs, which hides some of the load time where rows
-  // are few.
+  // Whether the previous step on the queue was the pull() of x (guild/exchange.h). w_up and the
+  // offsets may then be prefetched while it still runs, which hides latency when there are few
+  // rows.
   bool after_pull = false;
 };
 
@@ -58,13 +59,14 @@ struct DownProjection {
   ConstRows bias = {};                     // (E, H); null data: none
   Rows y = {};                             // (R, H) out
   LowRankTerm<ConstWeight> low_rank = {};  // of Y; b: (E, H, rank)
-  // Whether the previous step on the queue was an up projection with the same offsets: w_down may
-  // then be read while that still runs, which hides some of the load time where rows are few.
+  // Whether the previous step on the queue was an up projection with the same offsets. w_down may
+  // then be prefetched while it still runs, which hides latency when there are few rows.
   bool after_up = false;
 };
 
-// sum over k of dlogits[t, ids[t, k]] * weight[ids[t, k]]: the router's part of dX where only the
-// chosen experts' logits have gradients, that is, where scores are renormalised or sigmoids.
+// sum over k of dlogits[t, ids[t, k]] * weight[ids[t, k]]: the router's part of dX if only the
+// chosen experts' logits have gradients: with sigmoid, sqrt_softplus, and softmax with renormalize
+// and no sum_floor.
 struct RouterPart {
   ConstRows dlogits = {};        // (T, E); null data: no such part
   int32_t const* ids = nullptr;  // (T, K) like slot_row; ids outside [0, E) add nothing
@@ -72,8 +74,8 @@ struct RouterPart {
 };
 
 // O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + router part, in fp32 in
-// a fixed order; slots at -1 add nothing. Without slot_score it is the plain sum, which is the
-// gradient of the gather.
+// a fixed order; slots at -1 add nothing. Without slot_score it is the plain sum: the gradient of
+// the gather.
 struct Combine {
   Sizes sizes = {};
   DType dtype = DType::bfloat16;
@@ -82,7 +84,7 @@ struct Combine {
   Rows o = {};              // (T, H) out
   ConstRows residual = {};  // (T, H), may be o itself; null data: none
   RouterPart router = {};   // only without slot_score
-  // (T), score dtype: multiplies the residual; the products are rounded. Null: 1.
+  // (T), score dtype: multiplies the residual; the product is rounded to dtype. Null: 1.
   void const* residual_scale = nullptr;
 };
 
@@ -110,8 +112,8 @@ struct DownGradient {
   bool accumulate = false;              // add to db_up and db_down instead of writing them
   void* workspace = nullptr;  // down_gradient_workspace_bytes(); null where no db is wanted
   LowRankTerm<ConstWeight> low_rank = {};  // of g; b: (E, I, rank). Not together with db_down
-  // Read instead of h if *needed > h_rows. h, with R rows, or h_again may be dh's memory: an
-  // element of H is read before dH's is stored.
+  // Recomputed H, read instead of h if *needed > h_rows. It, or h if it has R rows, may alias dh:
+  // each element of H is read before that of dH is stored.
   ConstRows h_again = {};           // (R, W); null data: h has R rows
   int64_t h_rows = -1;              // as in UpProjection; -1 without h_again
   int32_t const* needed = nullptr;  // (1) of all experts: offsets + E; null without h_again
@@ -129,7 +131,7 @@ struct ScoreGradient {
   void* dscores = nullptr;            // (T, K) out
 };
 
-// dX~ = dH W1, by row. Combine without scores turns it into dX.
+// dX~ = dH W1, by row. Combine without slot_score sums it to dX.
 struct UpGradient {
   Sizes sizes = {};
   DType dtype = DType::bfloat16;
@@ -143,9 +145,9 @@ struct UpGradient {
 };
 
 // Dynamic scheduling of the weight gradients, whose sums run over an expert's rows and so differ in
-// length: blocks claim tiles from a counter, largest experts first. One filled by
-// cuda::schedule_weight_gradients serves one call of each of the two steps below. Null: static
-// scheduling in the experts' order, with the same results.
+// length: thread blocks claim tiles from a counter, experts with the most rows first. Fill it with
+// cuda::schedule_weight_gradients; it then serves one call of each of the two steps below. Null:
+// static scheduling in the experts' order, with the same results.
 struct WeightSchedule {
   static constexpr int kCounters = 3;
   int32_t* order = nullptr;  // (E) experts by decreasing number of rows
@@ -197,8 +199,8 @@ struct BiasGradient {
 
 // D = A B + bias in the four cases of torch._grouped_mm. As there, offsets are int32 END positions
 // (E): group e spans [e ? offsets[e - 1] : 0, offsets[e]). Any strides are allowed, in elements.
-// Rows and columns of no group are set to zero, and so are groups whose sum over K is empty,
-// without the bias; with accumulate both stay unchanged.
+// Rows and columns outside all groups, and groups with an empty sum over K, are set to zero without
+// the bias; with accumulate they are left unchanged.
 struct GroupedGemm {
   enum class Ragged : int {
     rows,     // A (M, K)    B (E, K, N)  D (M, N)      groups split M
@@ -239,18 +241,18 @@ struct MoeForward {
   Rows o = {};                       // (T, H), or (R, H) without slots, out
   void* workspace = nullptr;         // moe_forward_workspace_bytes()
   ConstRows residual = {};  // (T, H) of combine; null data: none, as it must be if o has R rows
-  // The sort that makes `routing`, to run first: its outputs are routing's arrays. On CUDA the
-  // products do it themselves where slots are few. Null: routing is complete already.
+  // A sort to run first, whose outputs are routing's arrays. On CUDA it is fused into the products
+  // if there are few slots. Null: routing is already filled.
   Sort const* sort = nullptr;
   void const* residual_scale = nullptr;  // (T), of combine; null: 1
 };
 
 // Down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs
-// with null data are not computed. With dh and a_scaled, and without dw_up and dw_down, it leaves
-// the weight gradients to MoeWeightGradients. It reads scores by row, where forward reads them by
-// slot: for every slot i that has a row, row_score[slot_row[i]] must be forward's slot_score[i].
-// Where routing has no slots, dout, x and dx have R rows; with row_score, dout is the gradient of
-// row_score[r] o[r], a product that forward left to its caller.
+// with null data are not computed. To compute the weight gradients later (MoeWeightGradients), set
+// dh and a_scaled and leave dw_up and dw_down null. Backward reads row_score, forward slot_score:
+// for every slot i with a row, row_score[slot_row[i]] must equal slot_score[i]. Where routing has
+// no slots, dout, x and dx have R rows; with row_score, dout is then the gradient of
+// row_score[r] * o[r], a product that forward leaves to its caller.
 struct MoeBackward {
   Sizes sizes = {};
   DType dtype = DType::bfloat16;
@@ -275,7 +277,7 @@ struct MoeBackward {
   Rows dh = {}, a_scaled = {};
 };
 
-// The schedule of the weight gradients, dW2, dW1: what MoeBackward has left out. Outputs with null
+// The weight gradients that MoeBackward left out: their schedule, dW2 and dW1. Outputs with null
 // data are not computed; their operands are not read.
 struct MoeWeightGradients {
   Sizes sizes = {};
@@ -292,17 +294,16 @@ struct MoeWeightGradients {
   void* workspace = nullptr;            // moe_weight_gradients_workspace_bytes()
 };
 
-// Bytes of the work buffers above, which begin at multiples of 16; the same for both backends.
-// Tokens, slots and rows may be 0. Negative sizes, sizes above a step's limits and products that
-// overflow int64_t throw Error.
+// Sizes in bytes of the workspaces above, which must be 16-byte aligned; the same for both
+// backends. Tokens, slots and rows may be 0. Negative sizes, sizes above a step's limits and
+// products that overflow int64_t throw Error.
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
 int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts);
 int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences);
 int64_t down_gradient_workspace_bytes(Sizes const& sizes, bool gated);
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
-// combines: whether backward sums rows to dx; false with dx_rows, with neither of the two, and
-// where rows are not combined by token. biases: whether their gradients are wanted. keeps: whether
-// the caller provides dh and a_scaled.
+// combines: whether backward sums rows to dx, that is, dx is given and routing has slots. biases:
+// whether bias gradients are wanted. keeps: whether the caller provides dh and a_scaled.
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated,
                                      bool combines = true, bool biases = true, bool keeps = false);
 int64_t moe_weight_gradients_workspace_bytes(Sizes const& sizes);
@@ -311,8 +312,8 @@ int64_t moe_weight_gradients_workspace_bytes(Sizes const& sizes);
 int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding rounding,
                       int64_t tile);
 
-// Partial sums of dS per row: one for each column tile of the down gradient. The score gradient
-// adds them up.
+// Number of partial sums of dS per row, one for each column tile of the down gradient. The score
+// gradient adds them up.
 int64_t score_parts(Sizes const& sizes);
 
 }  // namespace guild

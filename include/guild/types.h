@@ -1,7 +1,7 @@
-// What every step's arguments are made of: sizes, element types, views of memory, activations.
+// Building blocks of every step's arguments: sizes, element types, views of memory, activations.
 //
 // Nothing here owns memory. A view is a pointer plus strides in elements; its shape follows from
-// the Sizes it travels with, written in the comment of each field.
+// the Sizes beside it and is given in the comment of each field.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -11,17 +11,17 @@ namespace guild {
 
 enum class DType : int { float32, bfloat16, float16, float64 };
 
-// The sizes of one layer. A slot is one (token, k-th choice) pair, or, where tokens have lists of
-// any length, an entry of these lists; a row is a slot after sorting by expert. Buffers of rows
-// hold rows() rows; the first offsets[experts] of them, if there are as many, are in use.
+// The sizes of one layer. A slot is one (token, k-th choice) pair or, where each token has a list
+// of experts of varying length, one entry of a list. A row is a slot after sorting by expert.
+// Buffers of rows hold rows() rows, of which min(offsets[experts], rows()) are in use.
 struct Sizes {
   int64_t tokens = 0;        // T >= 0
   int64_t hidden = 0;        // H >= 1
   int64_t intermediate = 0;  // I >= 1: one expert's width after the gate
   int64_t experts = 0;       // E >= 1
   int64_t top_k = 1;         // K >= 1
-  int64_t slots = -1;        // of lists of any length (Routing::token_offsets); -1: T * K
-  int64_t room = -1;         // most rows, where buffers have room for fewer than slots; -1: all
+  int64_t slots = -1;        // length of all lists together (Routing::token_offsets); -1: T * K
+  int64_t room = -1;         // capacity of row buffers, if below the number of slots; -1: all slots
   constexpr int64_t slot_count() const { return slots < 0 ? tokens * top_k : slots; }
   constexpr int64_t rows() const {  // R
     return room < 0 || room > slot_count() ? slot_count() : room;
@@ -41,10 +41,11 @@ struct ConstRows {
   ConstRows(Rows rows) : data(rows.data), stride(rows.stride) {}
 };
 
-// One matrix per expert, seen as (E, out, in) whatever its order in memory: element (e, o, i) is at
-// data[e * expert_stride + o * out_stride + i * in_stride]. Matrices that are not evenly spaced
-// need expert_at, (E) in the backend's memory: expert_at[e] >= 0 then takes the place of e, and
-// expert_stride divides all their distances. A stride of 0 repeats an input's elements.
+// One matrix per expert, seen as (E, out, in) whatever its layout: element (e, o, i) is at
+// data[e * expert_stride + o * out_stride + i * in_stride]. For matrices that are not evenly
+// spaced, set expert_at, (E) in the backend's memory: expert_at[e] >= 0 then replaces e, so
+// expert_stride must divide the distances between the matrices. Inputs may have strides of 0, which
+// broadcast.
 struct Weight {
   void* data = nullptr;
   int64_t expert_stride = 0, out_stride = 0, in_stride = 1;
@@ -72,8 +73,8 @@ struct ConstWeight {
 //   interleaved    gate_0, up_0, gate_1, up_1, ...
 enum class GateUp : int { concatenated, interleaved };
 
-// The up projection's weight as a gate half and an up half, each (E, I, H) as (E, out, in). One
-// description covers every order in use; up_weight() below writes it. up is unused without a gate.
+// The up projection's weight as a gate half and an up half, each (E, I, H) as (E, out, in). The
+// strides cover every layout in use; up_weight() below sets them. up is unused without a gate.
 template <class W>
 struct GatedWeight {
   W gate = {}, up = {};
@@ -108,8 +109,8 @@ constexpr GatedWeight<W> up_weight(decltype(W::data) data, Sizes const& sizes, b
 //            max(g, 0), max(g, 0)^2   relu, relu_squared
 // `gate` is clamped to at most `limit`, before act (the default) or after it, and `up` to [-limit,
 // limit]. Gradients are zero where a clamp is active; NaN passes through. Computed in fp32 (float64
-// in float64). Source of the clamped form: gpt-oss; of the gate: Shazeer,
-// arXiv:2002.05202. F is the type of the parameters: double in the API, float in kernels.
+// in float64). The gate is from Shazeer, arXiv:2002.05202, the clamped form from gpt-oss. F is the
+// type of the parameters: double in the API, float in kernels.
 enum class ActivationKind : int { silu, gelu_tanh, gelu_erf, relu, relu_squared };
 template <class F>
 struct ActivationOf {
@@ -128,12 +129,12 @@ using Activation = ActivationOf<double>;
 // sorted, row r reads row r of X and dO, and nothing is combined. Scores are float32, or float64
 // where the layer's dtype is float64.
 struct Routing {
-  int32_t const* offsets = nullptr;    // (E + 1) rows of expert e: offsets[e] .. offsets[e + 1]
+  int32_t const* offsets = nullptr;    // (E + 1) expert e has rows [offsets[e], offsets[e + 1])
   int32_t const* row_token = nullptr;  // (R) the token of each row
   int32_t const* slot_row = nullptr;   // (T, K) the row of each slot, or -1: see Sort
   void const* row_score = nullptr;     // (R) the slot's score; null: 1
   void const* slot_score = nullptr;    // (T, K) the same by slot; null: 1
-  // (T + 1), with Sizes::slots: token t has the slots token_offsets[t] .. token_offsets[t + 1], and
+  // (T + 1), with Sizes::slots: token t has slots [token_offsets[t], token_offsets[t + 1]), and
   // arrays by slot are (slots) instead of (T, K). Null: K slots each.
   int32_t const* token_offsets = nullptr;
 };
