@@ -1,7 +1,7 @@
-// The composites: which steps make a layer's forward and backward, and how the work buffer is cut.
+// The composites: the steps of a layer's forward and backward, and the layout of the workspace.
 //
-// Written once for both backends: Steps has one callable per step (src/cpu/moe.cpp,
-// src/cuda/moe.cu). In backward, steps that read dH and A' come soon after, while both are in L2.
+// Shared by both backends: Steps has one callable per step (src/cpu/moe.cpp, src/cuda/moe.cu). In
+// backward, the steps that read dH and A' run soon after they are written, while both are in L2.
 #pragma once
 #include <algorithm>
 
@@ -12,7 +12,8 @@
 
 namespace guild {
 
-// Whether rows are combined by token; lists may have no slots at all.
+// Whether rows are combined by token. slot_row alone does not tell: lists without slots leave it
+// null.
 constexpr bool has_slots(Routing const& routing) {
   return routing.slot_row != nullptr || routing.token_offsets != nullptr;
 }
@@ -199,7 +200,7 @@ void compose_forward(MoeForward const& f, ForwardWorkspace const& w, Steps const
                                 .residual_scale = f.residual_scale});
 }
 
-// memory: for the schedule, which is computed here.
+// memory: receives the schedule.
 template <class Steps>
 void compose_weight_gradients(MoeWeightGradients const& g, WeightSchedule const& memory,
                               Steps const& steps) {
@@ -262,7 +263,7 @@ void compose_backward(MoeBackward const& b, Steps const& steps) {
   Rows const dx_rows = combines_rows(b)            ? Rows{w.dx_rows, 0}
                        : b.dx_rows.data != nullptr ? b.dx_rows
                                                    : b.dx;
-  if (dx_rows.data == nullptr && !combines_rows(b)) return;  // without rows the sums are zeros
+  if (dx_rows.data == nullptr && !combines_rows(b)) return;  // combining no rows writes zeros
   steps.up_gradient(up_gradient_of(b, dh, dx_rows));
   if (!combines_rows(b)) return;
   Routing sum = b.routing;

@@ -1,22 +1,22 @@
-// The composites of guild/peer_layer.h: which steps run on which line of execution, and what waits
-// for what.
+// The composites of guild/peer_layer.h: which step runs on which line (a stream, on a GPU), and the
+// dependencies between lines.
 //
-// Written once for both backends. Lines has
+// Shared by both backends. Lines has
 //
-//   run(line, step[, room])  starts a step after all that the line has been given
-//   run(line, tables, sort)  starts both; the link's line waits for the tables
+//   run(line, step[, room])  enqueues a step on the line
+//   run(line, tables, sort)  enqueues both; the link line waits for the tables
 //   run_beside_barrier(line, sort)
-//                            starts a sort that need not wait for the main line's last barrier
-//   run_beside(line, copy)   starts a copy on a few multiprocessors; returns a mark of its start
+//                            enqueues a sort that need not wait for the main line's last barrier
+//   run_beside(line, copy)   enqueues a copy that uses few SMs; returns a mark of its start
 //   clear(scores)            clears this rank's returned scores, on the main line
-//   only_beyond(line, args)  makes the offsets of what is computed again
-//   mark(line)               returns a mark of where the line is now
-//   wait(line, mark)         lets whatever the line starts from now on wait for the mark
-//   first(load)              how many experts' rows are pulled, and computed with, before those of
-//                            the others, which travel meanwhile; all experts: nothing is divided
-//   last(sums)               how many experts are computed with while the sums of tokens that have
-//                            none of them are pushed; 0: nothing is
-//   apart(bool)              whether lines are streams of their own, or all are the main one
+//   only_beyond(line, args)  computes the offsets for recomputing H (OffsetsBeyond)
+//   mark(line)               returns a mark (an event) after all steps enqueued on the line so far
+//   wait(line, mark)         makes steps enqueued on the line from now on wait for the mark
+//   first(load)              how many experts' rows are pulled and multiplied first, while the
+//                            other experts' rows are transferred; all experts: no split
+//   last(sums)               how many experts are multiplied last, while the sums of tokens that
+//                            have none of them are pushed; 0: no split
+//   apart(bool)              whether lines are separate streams, or all of them the main one
 #pragma once
 #include "compose.h"
 #include "guild/peer_layer.h"
@@ -27,11 +27,11 @@ namespace guild {
 
 enum class Line : int { main, link, side };
 
-// The multiprocessors that a step fills: all, since nothing else runs; those that other kernels
-// leave free, now and later; or those of the latter that a transfer of rows does not take.
+// The SMs that a step may use. whole: all, since nothing else runs; shared: all that concurrent
+// kernels leave free at any time; most: as shared, except those that a pull takes.
 enum class Room : int { whole, shared, most };
 
-// to[e] = from[e] if from[experts] > rows, else 0: no expert has rows then.
+// to[e] = from[e] if from[experts] > rows, else 0, which leaves no expert any rows.
 struct OffsetsBeyond {
   int64_t experts = 0, rows = 0;
   int32_t const* from = nullptr;  // (experts + 1)
@@ -102,8 +102,8 @@ inline UpProjection after_pull(UpProjection x) {
 }
 inline DownGradient const& after_pull(DownGradient const& x) { return x; }
 
-// Pulls the rows that `step` needs, then runs it. The link's line already waits for the main one.
-// after_side: whether the step also needs what the side line has been given.
+// Pulls the rows that `step` needs, then runs it. The link line already waits for the main one.
+// after_side: whether the step also depends on the steps of the side line.
 template <class Lines, class Step>
 void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t first,
                   bool after_side = false) {
@@ -222,7 +222,7 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
   lines.apart(first < layer.sizes.experts);
   lines.run(Line::main, b.publish);
   UpProjection again = b.again;
-  again.h = {w.dh}, again.a = {w.a_scaled};  // whose elements are stored once H's have been read
+  again.h = {w.dh}, again.a = {w.a_scaled};  // dH is stored there after H has been read
   if (may_recompute(b)) recompute_beyond(b, again, lines);
   if (scores) lines.clear(b.own_scores);
   lines.run(Line::main, b.published);

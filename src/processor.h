@@ -3,7 +3,7 @@
 
 namespace guild {
 
-// Throws Error where it cannot. Asked once, then remembered.
+// Throws Error if it cannot. Checked once per process.
 void require_processor();
 
 }  // namespace guild

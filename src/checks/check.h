@@ -1,7 +1,7 @@
-// Checks every argument of a step, once, at the public function: throws Error naming the argument,
-// what it is and what was expected.
+// Checks of every step's arguments, called once, by the public function. They throw Error with the
+// argument's name, its value and what was expected.
 //
-// The same for both backends; what only CUDA asks for (16-bit types, alignment) is in
+// Shared by both backends; what only CUDA requires (16-bit types, alignment) is in
 // src/cuda/alignment.h.
 #pragma once
 #include "guild/error.h"

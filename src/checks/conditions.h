@@ -1,4 +1,4 @@
-// The single conditions from which check() is built: sizes, element types, pointers, rows, weights.
+// The conditions that check() is built from: sizes, element types, pointers, rows, weights.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -76,7 +76,7 @@ inline void check_pointer(void const* data, bool needed, char const* name) {
   require(data != nullptr || !needed, name, ": expected a pointer, got null");
 }
 
-// An address that `unit` divides; name: the parts of its name.
+// Requires an address that is a multiple of `unit`. name: the parts of its name in the error.
 template <class... Name>
 void check_address(void const* data, uintptr_t unit, Name const&... name) {
   uintptr_t const past = uintptr_t(data) % unit;
@@ -94,8 +94,8 @@ struct Dimension {
   int64_t size, stride;
 };
 
-// Throws if the last element lies so far from the first that offsets, in elements or in bytes, may
-// not fit 64 bits; no memory is that large.
+// Throws if the last element is so far from the first that an offset, in elements or in bytes, may
+// overflow 64 bits. No memory is that large.
 inline void check_reach(std::array<Dimension, 3> dimensions, char const* name) {
   __int128 reach = 0;
   for (auto const& [size, stride] : dimensions) {
@@ -124,8 +124,8 @@ inline bool lie_apart(std::array<Dimension, 3> dimensions) {
   return true;
 }
 
-// The dimension that runs over matrices. Where a list gives their places, the stride only has to
-// divide the distances between them.
+// The dimension over matrices. With a list of positions (expert_at), `stride` is only a unit of
+// distance, and the number of matrices says nothing about how far they reach.
 inline Dimension matrices(int64_t count, int64_t stride, int32_t const* at) {
   return {at == nullptr || stride == 0 ? count : 1, stride};
 }
@@ -181,7 +181,7 @@ inline bool is_float32(double x) {
                     std::abs(x) <= std::numeric_limits<float>::max());
 }
 
-// Which rows are whose: slots and rows know each other, or neither is given.
+// Requires slot_row and row_token to be given together, or neither.
 inline void check_places(Sizes const& s, Routing const& routing) {
   check_lists(s.slots, routing.token_offsets);
   bool const slots = has_slots(routing);

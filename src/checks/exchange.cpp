@@ -74,7 +74,7 @@ void check(PeerMemory const& m) {
   require(m.tokens <= kMostRows && counted && slots <= kMostRows, "memory: expected at most ",
           kMostRows, " slots of all ranks (ranks * tokens * top_k), got ", m.ranks, " * ", m.tokens,
           " * ", m.top_k);
-  // All other memory for rows is at most three times as large.
+  // Published rows are double-buffered: all rows together take at most three times as much.
   bool const sized = !__builtin_mul_overflow(m.tokens, m.row_bytes, &bytes) &&
                      !__builtin_mul_overflow(bytes, m.returned, &bytes);
   require(sized && bytes < int64_t(1) << 60,

@@ -13,7 +13,7 @@ void check(Push const& x);
 void check(Collect const& x);
 void check(PushScores const& x);
 void check(ReturnedScores const& x);
-void check_collected(ReturnedScores const& x);  // what collect_scores() asks for beside it
+void check_collected(ReturnedScores const& x);  // for collect_scores(), which needs `scores` too
 
 // Checks the addresses of the ranks' memory, where the host can read the list of them.
 void check_peers(PeerMemory const& memory);

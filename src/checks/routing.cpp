@@ -1,4 +1,4 @@
-// What is asked of the arguments of routing and of the bare grouped product. See check.h.
+// Checks of the arguments of routing and of the bare grouped product. See check.h.
 #include <array>
 
 #include "checks/conditions.h"

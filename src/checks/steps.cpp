@@ -253,7 +253,7 @@ void check(MoeBackward const& x) {
   check_optional_rows(x.db_down, s.experts, s.hidden, "db_down");
   if (x.dscores != nullptr) {
     check_pointer(x.routing.slot_row, s.slot_count() > 0, "routing.slot_row");
-    // Of the score gradient, whose slots have tokens even if there is no room for their rows.
+    // The score gradient needs a row of dout per token even if there is no room for rows (R = 0).
     if (x.b_down.data != nullptr) check_rows(x.dout, s.tokens, s.hidden, "dout");
   }
   check_optional_rows(x.dh, s.rows(), width(s, gated), "dh");

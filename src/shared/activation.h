@@ -5,10 +5,9 @@
 //   with clamp_after: min(f(gate), limit) in place of f(g);  without a gate: a = f(g)
 //
 // Clamps are comparisons, which are false for NaN, so NaN passes through; the gradient is zero
-// exactly where a clamp is active. Functions per element have the activation's family as a template
-// argument, so that the choice is made once per tile: with_family() turns the run-time value into
-// the argument. P is the type of the activation's parameters: double in public structs, float in
-// kernels.
+// exactly where a clamp is active. Per-element functions take the activation's family as a template
+// argument, so that kernels branch once per tile: with_family() dispatches on the run-time value. P
+// is the type of the activation's parameters: double in public structs, float in kernels.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -34,7 +33,8 @@ constexpr ActivationOf<F> activation_in(Activation const& act) {
 //   swish     x * sigmoid(alpha x) without clamps; what most models use, half the instructions
 //   sigmoid   x * sigmoid(p1 x + p3 x^3): silu (p1 = alpha) and gelu_tanh (p1 = sqrt(8 / pi))
 //   other     gelu_erf, relu, relu_squared
-//   clamped   silu clamped before, with the bits of sigmoid: only in kernels compiled for it
+//   clamped   silu with the gate clamped before it, bitwise equal to `sigmoid`: only in kernels
+//             compiled for it
 enum class Family { swish, sigmoid, other, clamped };
 
 template <class P>
@@ -86,8 +86,8 @@ GUILD_HD float sigmoid(float x, float slope = 1) {
 }
 GUILD_HD double sigmoid(double x, double slope = 1) { return 1 / (1 + exponential(-slope * x)); }
 
-// A product of `factor`, which is 0 if that is, even where another factor is infinite. Only on the
-// CPU: on a GPU an infinite gate may give NaN, which saves kernels a comparison per element.
+// `product`, of which `factor` is a factor, or 0 if `factor` is 0, even if another factor is
+// infinite. CPU only: on a GPU an infinite gate may give NaN, which saves a comparison per element.
 template <class F>
 GUILD_HD F unless_zero([[maybe_unused]] F factor, F product) {
 #ifdef __CUDA_ARCH__
@@ -115,7 +115,7 @@ GUILD_HD ValueSlope<F> unary(ActivationOf<P> const& act, F x) {
     bool const gelu = act.kind == ActivationKind::gelu_tanh;
     F const p1 = gelu ? F(1.5957691216057308) : F(act.alpha);  // sqrt(8 / pi)
     F const p3 = gelu ? F(1.5957691216057308 * 0.044715) : F(0);
-    // Where s has long been 0 or 1, the square must not become infinite: 0 times that is NaN.
+    // Clamped where s has long saturated: an infinite square times 0 would be NaN.
     F const square = x * x < F(1e6) ? x * x : F(1e6);
     F const s = sigmoid(x * (p1 + p3 * square)), rest = 1 - s;
     F const steep = x * s * rest * (p1 + 3 * p3 * square);

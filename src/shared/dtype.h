@@ -1,4 +1,4 @@
-// What follows from an element type.
+// Properties of element types.
 #pragma once
 #include "guild/types.h"
 
@@ -15,7 +15,7 @@ constexpr DType score_dtype(DType dtype) {
 
 // Bytes of a matrix element on the GPU, bfloat16 or float16: no other types have kernels there.
 inline constexpr int kElementBytes = 2;
-// 16 bytes are what a thread moves at once, and what TMA requires rows to be a multiple of.
+// 16 bytes: the widest load of a thread, and the granularity of row strides that TMA requires.
 inline constexpr int kElementsPer16Bytes = 16 / kElementBytes;
 
 }  // namespace guild

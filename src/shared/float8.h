@@ -1,5 +1,5 @@
-// The arithmetic of FP8 blocks: a block's scale, and how codes are rounded and read. Tested on the
-// CPU; kernels encode with the hardware's conversion, which rounds in the same way.
+// The arithmetic of FP8 blocks: scales, encoding and decoding. Tested on the CPU; kernels encode
+// with the hardware's conversion, which rounds in the same way.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -19,8 +19,8 @@ GUILD_HD float largest_of(Float8 format) { return format == Float8::e4m3 ? 448.f
 // False for NaN.
 GUILD_HD bool below_infinity(float x) { return x <= std::numeric_limits<float>::max(); }
 
-// The exponent of a scale that is a power of two: that of `largest` less that of the format's
-// largest value. round_up: one more where `largest` would otherwise lie beyond that value.
+// The exponent of a power-of-two scale: that of `largest` minus that of the format's largest value;
+// with round_up plus 1 if `largest` / scale would otherwise exceed that value.
 GUILD_HD int scale_exponent(float largest, Float8 format, bool round_up) {
   // Both formats' largest value is 1.75 times a power of two.
   uint32_t const bits = std::bit_cast<uint32_t>(largest);
@@ -29,7 +29,7 @@ GUILD_HD int scale_exponent(float largest, Float8 format, bool round_up) {
   return int(bits >> 23) - 127 - log2_limit + (above && round_up ? 1 : 0);
 }
 
-// What elements are multiplied by to get codes, and codes to get elements.
+// code = element * to_code; element = code * to_value.
 struct BlockScale {
   float to_code, to_value;
 };
@@ -61,7 +61,7 @@ GUILD_HD Float8Format format_of(Float8 format) {
 
 inline constexpr uint8_t kE5M2Infinity = 0x7c;
 
-// The nearest code, ties to the even one; beyond the largest value the largest one.
+// Rounds to nearest even and saturates to the largest value.
 GUILD_HD uint8_t encode_float8(float x, Float8 format) {
   Float8Format const f = format_of(format);
   uint32_t const bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
@@ -77,7 +77,7 @@ GUILD_HD uint8_t encode_float8(float x, Float8 format) {
   return uint8_t(sign | (code < f.largest ? code : f.largest));
 }
 
-// A code's value times a quotient of scales as a code: unlike an element, infinity stays that.
+// Encodes a code's value times a ratio of scales. Unlike encode_float8, preserves e5m2's infinity.
 GUILD_HD uint8_t encode_rescaled(float x, Float8 format) {
   uint32_t const bits = std::bit_cast<uint32_t>(x);
   bool const infinite = (bits & 0x7fffffff) == 0x7f800000;

@@ -1,5 +1,5 @@
-// GemmConfig: what a grouped GEMM must know at compile time, as one plain value. kConfigs lists
-// those that are built; choose_config() picks one for a product by a cost model.
+// GemmConfig: the compile-time parameters of a grouped GEMM. kConfigs lists the configs that are
+// built; choose_config() picks one for a product by a cost model.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@ struct GemmConfig {
   int stages;
   int cluster = 1;        // blocks with neighbouring row tiles, which share the tile of B
   int consumers = 2;      // warpgroups issuing wgmma
-  bool in_turns = false;  // each consumer works on every other tile, not on half of every tile
+  bool in_turns = false;  // ping-pong: each consumer takes every other tile, not half of every tile
 
   static constexpr int tile_k = 128 / kElementBytes;            // a swizzled row of shared memory
   constexpr int cluster_m() const { return tile_m * cluster; }  // rows of a cluster's tile
@@ -40,15 +40,15 @@ inline constexpr int kProducts = 5;
 
 struct BuiltConfig {
   GemmConfig config;
-  double step_cost[kProducts];  // of one step of a sum, relative to a pair; 0: cannot be used
-  double outside;               // cycles that a consumer spends on a tile outside of its sum
+  double step_cost[kProducts];  // of one K step, relative to a pair of blocks; 0: cannot be used
+  double outside;               // cycles per tile that a consumer spends outside the main loop
   // Time of a tile of at most 64 rows relative to a whole one, in products by row: only one
-  // consumer multiplies, bound by writing B to shared memory and reading it from there.
+  // consumer multiplies, bound by the shared-memory traffic of B.
   double half = 1;
-  // Relative change of step_cost if tiles exceed the product's width by as many columns as it has:
-  // compared with pairs, single blocks lose less by such columns, consumers in turns more.
+  // Relative change of step_cost per (padding columns / columns): compared with pairs, padding
+  // costs single blocks less and consumers in turns more.
   double spare[kProducts] = {};
-  double start = 0;  // cycles by which a launch takes longer than one of single blocks
+  double start = 0;  // cycles that a launch takes longer than one of single blocks
 
   constexpr bool serves(Product product) const { return step_cost[int(product)] > 0; }
 };
@@ -65,9 +65,9 @@ inline constexpr BuiltConfig kConfigs[] = {
      200,
      .9,
      {0, 0, 0, -.15, -.06}},
-    // With in_turns, packing and stores overlap the other consumer's products, and narrower tiles
-    // leave fewer columns empty: 2,880 are 15 tiles of 192, but 12 of 256. Gathered rows would be
-    // gathered more often.
+    // With in_turns, one consumer's epilogue overlaps the other's main loop, and narrower tiles
+    // leave fewer columns empty: 2,880 columns are exactly 15 tiles of 192, but 11.25 of 256. Not
+    // for gathered rows, which would be gathered more often.
     {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true},
      {1.035},
      3700,
@@ -91,8 +91,8 @@ struct TileCount {
   bool ragged = true;
 };
 
-// Tiles that blocks spend time on for one group of `rows` rows, including those during which a
-// block idles beside its partner. half: how much a tile of at most 64 rows counts.
+// Tiles that blocks spend time on for one group of `rows` rows, including those for which a block
+// idles while its partner works. half: the weight of a tile of at most 64 rows.
 inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across, double half) {
   auto const cost = [&](int64_t rows) { return rows > 64 ? 1 : rows > 0 ? half : 0; };
   MatrixTiles const tiles{.rows = int(rows),
@@ -110,14 +110,13 @@ inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across, double
   return (double(whole) + cost(rows - whole * c.tile_m)) * double(across);
 }
 
-// The same for all groups. Groups that share rows in unknown parts have as many as a router that
-// chooses at random gives them: on average their share, with its square root as the standard
-// deviation.
+// The same for all groups. Ragged groups are assumed to get their rows from a random router: a
+// normally distributed number with mean rows / groups and the root of that as standard deviation.
 inline double expected_tiles(BuiltConfig const& built, TileCount const& x) {
   GemmConfig const& c = built.config;
   int64_t const across = ceil_div(x.columns, c.tile_n);
   if (!x.ragged) return double(x.groups) * tiles_of(c, x.rows, across, /*half=*/1);
-  // The normal distribution in eight parts of the same weight: their middles.
+  // The medians of eight equally likely parts of the standard normal distribution.
   constexpr double kMiddles[] = {-1.534, -.887, -.489, -.157, .157, .489, .887, 1.534};
   double const mean = double(x.rows) / double(x.groups), spread = std::sqrt(mean);
   double sum = 0;
@@ -129,7 +128,8 @@ inline double expected_tiles(BuiltConfig const& built, TileCount const& x) {
 }
 
 // Waves of a persistent launch, that is, tiles per block, if a block works on `at_once` tiles at a
-// time. Few waves are rounded up, to 1 / at_once; of many, the last is half full on average.
+// time. Few waves are rounded up to a multiple of 1 / at_once; of many, the last one is taken to be
+// half full.
 constexpr double waves(double tiles, int at_once) {
   double const of_each = tiles * at_once / kMultiprocessors;
   double const whole = double(int64_t(of_each)) + (of_each > double(int64_t(of_each)) ? 1 : 0);

@@ -1,4 +1,4 @@
-// Numbers of GPUs that code for the CPU also needs.
+// GPU limits and sizes that host code needs, too.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// Functions for host and device: GUILD_HD before the return type of one.
+// GUILD_HD, before the return type, marks a function for host and device.
 #pragma once
 
 #ifdef __CUDACC__

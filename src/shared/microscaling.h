@@ -7,7 +7,7 @@
 
 namespace guild {
 
-// A block's scale as its byte, and what elements are multiplied by to get codes.
+// A block's encoded scale, and the factor from elements to codes.
 struct MicroScale {
   uint8_t code;
   float to_code;
@@ -37,8 +37,8 @@ GUILD_HD float nvfp4_global(float largest) {
   return largest / (kLargestE2M1 * 448);
 }
 
-// What elements are multiplied by to get codes under this block scale. 0: all codes are zeros, also
-// where the scale's inverse is no number.
+// The factor from elements to codes for this block scale; 0, which makes all codes zeros, if the
+// inverse of the product of both scales is not a positive finite number.
 GUILD_HD float nvfp4_to_code(uint8_t code, float global) {
   float const inverse = 1 / (decode_float8(code, Float8::e4m3) * global);
   return inverse > 0 && below_infinity(inverse) ? inverse : 0.f;
@@ -51,10 +51,9 @@ GUILD_HD MicroScale nvfp4_scale(float largest, float global) {
   return {code, nvfp4_to_code(code, global)};
 }
 
-// a / b, rounded as division rounds it, without dividing: `inverse` is 1 / b. The first step leaves
-// a quotient at most one unit off, whose remainder is exact. Valid where the exponents of a, b and
-// the quotient are far from the ends of float's range: Markstein, IBM J. Res. Dev. 34 (1990),
-// p. 111.
+// a / b, correctly rounded, without a division; inverse: 1 / b. The first step leaves a quotient
+// that is off by at most one ulp, whose remainder is exact. Valid if the exponents of a, b and the
+// quotient are far from the limits of float: Markstein, IBM J. Res. Dev. 34 (1990), p. 111.
 GUILD_HD float rounded_quotient(float a, float b, float inverse) {
   float q = a * inverse;
   q = std::fma(std::fma(-b, q, a), inverse, q);
@@ -71,11 +70,12 @@ GUILD_HD float nvfp4_ratio(float largest, float global, float inverse) {
                           inverse);
 }
 
-// In its three low bits, the nearest of 0, .5, 1, 1.5, 2, 3, 4 and 6 to |x|, ties to the even code,
-// the largest for NaN; the bits above may be any. With 2^k the power of two of |x| but at least 1,
-// codes are 2^(k - 1) apart, which is the last bit of 2^k (2^22 + 3): adding that to |x| rounds it.
-// Each k begins two codes further on, and the sum's exponent, twice as large in `>> 22`, counts
-// them.
+// The E2M1 code of |x| in the three low bits: the nearest of 0, .5, 1, 1.5, 2, 3, 4 and 6, ties to
+// the even code, 6 for NaN. The bits above are arbitrary.
+//
+// With 2^k the largest power of two <= max(|x|, 1), values are 2^(k - 1) apart, which is the last
+// bit of 2^k (2^22 + 3): adding that number to |x| rounds |x|. Codes start two higher with each k,
+// which `sum >> 22`, twice the sum's exponent, adds.
 GUILD_HD uint32_t e2m1_bits(float x) {
   float const clipped = std::fmin(std::fabs(x), kLargestE2M1);
   float const power =
@@ -89,15 +89,14 @@ GUILD_HD uint8_t encode_e2m1(float x) {
   return uint8_t((e2m1_bits(x) & 7) | (std::bit_cast<uint32_t>(x) >> 28 & 8));
 }
 
-// Where the scale of (row, block) lies among `blocks` of a row.
+// The index of the scale of (row, block), with `blocks` blocks per row.
 GUILD_HD int64_t scale_place(ScaleOrder order, int64_t row, int64_t block, int64_t blocks) {
   if (order == ScaleOrder::rows) return row * blocks + block;
   int64_t const tile = row / 128 * ((blocks + 3) / 4) + block / 4;
   return tile * 512 + row % 32 * 16 + row / 32 % 4 * 4 + block % 4;
 }
 
-// What codes with the E8M0 scale `scale` are multiplied by to have the scale `above`, which is not
-// below it.
+// The factor that converts codes from E8M0 scale `scale` to scale `above` >= `scale`.
 GUILD_HD float e8m0_quotient(uint8_t scale, uint8_t above) {
   if (above == kE8M0NaN) return std::numeric_limits<float>::quiet_NaN();
   int const steps = int(above) - int(scale);

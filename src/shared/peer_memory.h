@@ -1,12 +1,13 @@
 // The layout of the memory through which ranks exchange rows (guild/exchange.h). Host and device.
 //
-//   control    counters, the failure, and an inbox for every rank's arrival, two deep
-//   ids, scores, rows   what is published, two places
-//   returned            what came back for this rank's tokens, and gradients of their scores
+//   control             counters, the failure, and an inbox with a message from every rank,
+//                       double-buffered
+//   ids, scores, rows   published data, double-buffered
+//   returned            results for this rank's tokens, and gradients of their scores
 //
-// Barriers b and b + 2 use the same places of the inbox. No message is overwritten unread: another
-// rank arrives at b + 2 only after it has met this one at b + 1, and this rank arrives there only
-// after it has read all messages of b.
+// A "place" is the index of one of the two buffers. Barriers b and b + 2 use the same buffer of the
+// inbox. No message is overwritten unread: another rank arrives at b + 2 only after it has met this
+// one at b + 1, and this rank arrives there only after it has read all messages of b.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -21,7 +22,7 @@ inline constexpr uintptr_t kPeerAlignment = 16;  // bytes, of each rank's memory
 struct PeerMessage {
   int64_t facts[kMostFacts];
   int64_t
-      digest;  // facts_digest(); 0: the rank has failed. Only on GPUs, in one store with the next
+      digest;  // facts_digest(); 0: the rank has failed. GPUs only, stored together with `arrived`
   int64_t arrived;  // the barrier's number
 };
 
@@ -37,13 +38,13 @@ struct PeerControl {
 // python/guild/distributed/peer_memory.py reads them.
 static_assert(sizeof(PeerMessage) == 128 && offsetof(PeerControl, inbox) == 128);
 
-// A call whose facts beyond `count` are 0, so that all can be compared.
+// The call with facts past `count` set to 0, so that all can be compared.
 inline Meet with_all_facts(Meet x) {
   std::fill(x.facts + x.count, x.facts + kMostFacts, 0);
   return x;
 }
 
-// A number for facts, never 0. Facts that differ in one place have different ones.
+// A nonzero hash of facts. Facts that differ in one element have different hashes.
 inline int64_t facts_digest(int64_t const (&facts)[kMostFacts]) {
   uint64_t digest = 0;
   for (int64_t const fact : facts) {
@@ -53,7 +54,7 @@ inline int64_t facts_digest(int64_t const (&facts)[kMostFacts]) {
   return digest == 0 ? 1 : int64_t(digest);
 }
 
-// A failure in one word, so that another rank can write it at once. rows < 2^31.
+// A failure in one word, so that another rank can write it atomically. rows < 2^31.
 GUILD_HD int64_t packed(PeerFailure failure, int64_t rank, int64_t reporter, int64_t fact,
                         int64_t rows = 0) {
   return int64_t(failure) | rank << 8 | reporter << 16 | fact << 24 | rows << 32;
@@ -106,7 +107,7 @@ struct PeerView {
 GUILD_HD int64_t next_place(PeerControl const* own) { return own->published & 1; }
 GUILD_HD int64_t last_place(PeerControl const* own) { return (own->published - 1) & 1; }
 
-// Whether an id of all experts is one of rank r's, of `local` experts each.
+// Whether global expert `id` belongs to rank r, with `local` experts per rank.
 GUILD_HD bool lives_on(int64_t id, int64_t r, int64_t local) {
   return id >= r * local && id < (r + 1) * local;
 }

@@ -1,10 +1,10 @@
-// How a layer over ranks divides its products, so that rows travel meanwhile: how many experts it
-// begins with while rows for the others are still in transit, and how many it ends with while the
-// sums of tokens that have none of these are sent back.
+// How an expert-parallel layer splits its products to overlap them with transfers: how many experts
+// run first, while rows for the others arrive, and how many run last, while the sums of tokens that
+// have none of these are sent back.
 //
-// A share of about 1 - (1 - e / E)^K of all tokens has one of a rank's first e experts, where E is
-// the number of all ranks' experts. The rows of these tokens travel while nothing else runs. The
-// others travel while the products of the e experts run; transfer time not hidden by these is
+// About 1 - (1 - e / E)^K of all tokens have one of a rank's first e experts, where E is the number
+// of all ranks' experts. The rows of these tokens are transferred while nothing else runs, the
+// others while the products of the e experts run; the transfer time that these do not hide is
 // exposed.
 #pragma once
 #include <algorithm>
@@ -16,14 +16,14 @@ namespace guild {
 struct PeerLoad {
   int64_t ranks = 1, tokens = 0;           // of a rank
   int64_t experts = 1, top_k = 1;          // of this rank
-  int64_t row_bytes = 0;                   // that travel for a token
-  int64_t inner = 0, columns = 0;          // of the product, for a row
-  double link_bytes = 350e3, ops = 600e6;  // in a microsecond: of a link, of the products
+  int64_t row_bytes = 0;                   // transferred per token
+  int64_t inner = 0, columns = 0;          // K and N of the product
+  double link_bytes = 350e3, ops = 600e6;  // per microsecond: bytes of a link, FLOPs of products
 
   double share(int64_t first) const {
     return 1 - std::pow(1 - double(first) / double(experts * ranks), double(top_k));
   }
-  // Microseconds that the transfer of all rows takes.
+  // Microseconds to transfer all rows.
   double travel() const {
     return double((ranks - 1) * tokens * row_bytes) * share(experts) / link_bytes;
   }
@@ -31,14 +31,14 @@ struct PeerLoad {
     double const rows = double(tokens * top_k) * double(first) / double(experts);
     return 2 * rows * double(inner) * double(columns) / ops;
   }
-  // Microseconds in which rows travel and nothing else runs.
+  // Microseconds in which rows are transferred and nothing else runs.
   double exposed(int64_t first) const {
     double const before = travel() * share(first) / share(experts);
     return before + std::max(0., travel() - before - product(first));
   }
 };
 
-// All experts where it does not pay to divide the product.
+// How many experts to run first; all of them if splitting the product does not pay.
 inline int64_t first_experts(PeerLoad const& load) {
   constexpr double kCost = 10;  // microseconds of another launch and its last wave
   int64_t best = load.experts;
@@ -52,9 +52,9 @@ inline int64_t first_experts(PeerLoad const& load) {
 // The sums that can be sent while both products of the last experts run: those of tokens that have
 // none of these. A token with none of the last n experts has K of the other E - n.
 struct EarlySums {
-  static constexpr int kMultiprocessors = 40, kAll = 132;  // that push beside products; of a GPU
-  static constexpr double kBytes = 25e3;  // that one of them reads and writes in a microsecond
-  static constexpr double kLeast = 60;    // microseconds; less is not seen: docs/measured/ranks.md
+  static constexpr int kMultiprocessors = 40, kAll = 132;  // SMs that push beside products; all SMs
+  static constexpr double kBytes = 25e3;  // that one SM reads and writes per microsecond
+  static constexpr double kLeast = 60;    // least gain in microseconds: docs/measured/ranks.md
   PeerLoad load;                          // of the up projection
   int64_t intermediate = 0;
 
@@ -83,7 +83,7 @@ struct EarlySums {
   }
 };
 
-// 0 where it does not pay to send any sums before the others.
+// How many experts to run last; 0 if sending some sums early does not pay.
 inline int64_t last_experts(EarlySums const& sums) {
   int64_t best = 0;
   double least = sums.load.travel() - EarlySums::kLeast;

@@ -41,12 +41,12 @@ GUILD_HD int64_t rounded_count(Rounding rounding, int64_t tile, int64_t count, i
   return count;
 }
 
-// How an expert reaches its rounded count: it keeps the `select` best of its candidates, the tokens
-// that chose it, or, where `adds`, keeps those and adds the `select` best of the other tokens.
+// How an expert reaches its rounded count. It keeps the `select` best of the tokens that chose it
+// or, with `adds`, keeps all of these and adds the `select` best of the other tokens.
 struct RoundingTarget {
   int32_t select;
   int32_t adds;        // 0 or 1
-  int32_t candidates;  // how many there are
+  int32_t candidates;  // number of tokens to select from
 };
 GUILD_HD RoundingTarget rounding_target(int64_t count, int64_t rounded, int64_t tokens) {
   if (rounded <= count) return {int32_t(rounded), 0, int32_t(count)};
@@ -54,9 +54,9 @@ GUILD_HD RoundingTarget rounding_target(int64_t count, int64_t rounded, int64_t 
   return {int32_t(more < others ? more : others), 1, int32_t(others)};
 }
 
-// The key by which an expert ranks tokens: log p for a softmax; for a sigmoid the logit, which has
-// the same order as p. top and log_sum: the token's largest logit and the log of its sum of exp,
-// both 0 for sigmoids.
+// The key by which an expert ranks tokens: log p for softmax; for sigmoid and sqrt_softplus the
+// logit, which has the same order as p. top and log_sum: the token's largest logit and the log of
+// its sum of exp(logit - top), both 0 except for softmax.
 template <class F>
 GUILD_HD F rounding_key(F logit, F top, F log_sum) {
   return (logit - top) - log_sum;

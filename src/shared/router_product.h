@@ -1,5 +1,5 @@
-// How the router's product is cut up: its sums into chunks, which give the logits their bits and
-// depend on H alone; and the work of a GPU into blocks, which change no bit.
+// How the router's product is split: the sums over H into chunks, which depend on H alone and
+// determine the logits' bits; a GPU's work into thread blocks, which do not affect them.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -17,7 +17,7 @@ constexpr int64_t router_chunks(int64_t hidden) {
   return std::max<int64_t>(1, ceil_div(hidden, router_chunk(hidden)));
 }
 
-// A block's tokens and experts. split: the block has one chunk of their sums, otherwise all chunks.
+// Tokens and experts per thread block. split (split-K): a block sums one chunk, otherwise all.
 struct RouterTile {
   int tokens, experts;
   bool split;
@@ -31,17 +31,17 @@ inline constexpr RouterTile kRouterTiles[] = {
 // Up to this many experts the router can add the chunks itself.
 inline constexpr int64_t kMostSplitExperts = 512;
 
-// Whether the kernel for few tokens serves, whose tile is the first of kRouterTiles. It has a
-// block along y for each chunk.
+// Whether the kernel for few tokens applies. Its tile is the first of kRouterTiles, and its grid
+// has one block along y per chunk.
 constexpr bool few_for_router(int64_t tokens, int64_t hidden, int64_t experts) {
   return tokens <= kRouterTiles[0].tokens && hidden % 64 == 0 && experts <= kMostSplitExperts &&
          router_chunks(hidden) <= kMostBlocksAlongY;
 }
 
-// Microseconds that the product is expected to take on an H200: the longest of the times that one
-// multiprocessor takes for its loads and its shared-memory traffic, L2 for all loads, and memory;
-// plus the transfer of the chunks' sums through L2. The constants are those that choose best among
-// the measured times of all tiles on the presets of `guild bench`, 256 to 32,768 tokens.
+// Expected microseconds of the product on an H200: the longest of an SM's loads, its shared-memory
+// traffic, all loads from L2 and all reads from memory, plus, if split, the chunks' sums through
+// L2. The constants are fitted so that the choice is best among the measured times of all tiles on
+// the presets of `guild bench`, 256 to 32,768 tokens.
 inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64_t hidden,
                                    int64_t experts) {
   constexpr double kPort = 89e3, kShared = 139e3, kCache = 8.9e6, kMemory = 2.86e6;
@@ -62,8 +62,8 @@ inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64
          (tile.split ? parts : 0);
 }
 
-// The tile that is expected to be fastest. For few tokens it is the first, which is split: tiles
-// that are not would give too few blocks, each of which would read whole rows of the weight.
+// The tile with the least expected time. For few tokens it is the first, which is split: without
+// split there would be too few blocks, each reading whole rows of the weight.
 inline RouterTile choose_router_tile(int64_t tokens, int64_t hidden, int64_t experts) {
   if (few_for_router(tokens, hidden, experts)) return kRouterTiles[0];
   RouterTile best = kRouterTiles[7];  // the first that is not split, which always serves

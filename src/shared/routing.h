@@ -37,8 +37,8 @@ GUILD_HD float exact_exp(float x) {
 }
 GUILD_HD double exact_exp(double x) { return exp(x); }
 
-// Roots and quotients, on a GPU only within 2 ulp: the exact versions call slow paths, around which
-// registers spill.
+// Square roots and quotients, within 2 ulp on a GPU: the correctly rounded versions call slow
+// paths, around which registers spill.
 GUILD_HD float square_root(float x) {
 #ifdef __CUDA_ARCH__
   float result;
@@ -72,7 +72,8 @@ GUILD_HD F log_quotient(F x) {
 template <class F>
 GUILD_HD F unscaled_weight(Score score, F logit, F shift) {
   F const below = logit - shift;
-  // So far below, log(1 + exp(logit)) is exp(logit), which has a root where it is too small itself.
+  // So far below 0, log(1 + exp(x)) rounds to exp(x), whose root exp(x / 2) does not underflow when
+  // exp(x) does.
   bool const root_of_exp = score == Score::sqrt_softplus && below < F(-64);
   F const power = root_of_exp ? below / 2 : (logit < 0 ? logit : -logit);
   F const e = exact_exp(score == Score::softmax ? below : power);

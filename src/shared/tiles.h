@@ -1,8 +1,8 @@
 // The output tiles of a ragged grouped GEMM. Pure index arithmetic: tested on the CPU.
 //
-// ends[e] is where group e ends along the ragged dimension and group e + 1 begins. The walks over
-// rows clamp values to [previous end, total], so that no input makes a kernel leave its buffers;
-// sums over rows clamp each to [0, total].
+// ends[e] is where group e ends along the ragged dimension and group e + 1 begins. Walks over rows
+// clamp ends to [previous end, total], so that no input makes a kernel access memory out of bounds;
+// sums over rows clamp each end to [0, total].
 #pragma once
 #include <cstdint>
 
@@ -42,8 +42,8 @@ GUILD_HD Tile row_block(Tile tile, int index) {
   return tile;
 }
 
-// Where matrix `index` of a list lies, in units of the distance between matrices: at[index], such
-// as a weight's expert_at, or `index` itself if that is null.
+// The position of matrix `index`, in units of the stride between matrices: at[index], where `at` is
+// a list such as a weight's expert_at, or `index` itself if `at` is null.
 GUILD_HD int placed(int32_t const* at, int index) { return at == nullptr ? index : at[index]; }
 
 struct Groups {
@@ -71,12 +71,12 @@ inline Groups expert_groups(int32_t const* offsets, int64_t experts, int64_t row
   return {offsets + 1, int(experts), int(rows), /*has_start=*/true};
 }
 
-// The tiles of one matrix of `rows` rows: `across` tiles side by side, of tile_m rows each. With
-// tail_m, half of that, rows that do not fill a last row of tiles get tiles of tail_m rows, of
-// which two neighbours count as one with `apart` set. That is so if these rows are at most tail_m,
-// or at most 1.5 tail_m where no block idles for it.
+// The output tiles of one matrix of `rows` rows: `across` tiles side by side, of tile_m rows each.
+// If tail_m (tile_m / 2) is set, the remainder of rows / tile_m gets tiles of tail_m rows instead
+// if it is at most tail_m or, where `across` is even so that no block idles, at most 1.5 tail_m.
+// Two neighbouring tiles of tail_m rows count as one tile with `apart` set.
 //
-// The walk goes through bands of `band` columns of tiles, an even number with tail_m, row by row
+// Tiles are numbered in bands of `band` columns of tiles, an even number with tail_m, row by row
 // within a band. Blocks that run at the same time then share few rows of A and few columns of B,
 // which stay in L2.
 struct MatrixTiles {

@@ -1,4 +1,4 @@
-// How the warps of a kernel share tokens. Host and device.
+// How a kernel's tokens are divided among its warps. Host and device.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace guild {
 
-// Where there are fewer tokens than warps, several warps take a part of a token each, and they are
-// spread over the multiprocessors.
+// With fewer tokens than warps, several warps share a token, one part each, and the parts are
+// spread over the SMs.
 struct TokenShares {
   int pieces = 1, parts = 1;  // of a token
   int per = 0;                // pieces of a part; the last one of a token may have fewer

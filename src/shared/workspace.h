@@ -1,4 +1,4 @@
-// Divides a work buffer into its parts; the same code counts how large it must be.
+// Divides a workspace into its parts; the same code computes its size.
 #pragma once
 #include <cstddef>
 #include <cstdint>
