@@ -1,4 +1,5 @@
-// What does not change along a row is fixed before its loop, which the compiler then vectorises.
+// Activations of whole rows. The family and the gate are compile-time constants in each loop, so
+// that the compiler vectorises it.
 #include "cpu/activate.h"
 
 #include "cpu/element.h"

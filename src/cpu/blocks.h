@@ -1,4 +1,4 @@
-// How the CPU backend cuts a step into blocks of work and spreads them over threads.
+// How the CPU backend splits a step into blocks of work and distributes them over threads.
 //
 // A block is computed by one thread and its size depends on the arguments alone, so results have
 // the same bits for any number of threads.
@@ -13,8 +13,8 @@
 
 namespace guild::cpu {
 
-// Rows that one block takes from an expert, columns of its output, and how much of a long sum is
-// loaded at a time: large enough for the matrix product, small enough for the second-level cache.
+// A block's rows of one expert, its output columns, and the part of a long sum that is loaded at a
+// time: large enough for an efficient matrix product, small enough for the L2 cache.
 inline constexpr int64_t kBlockRows = 128, kBlockColumns = 256, kBlockInner = 512;
 
 struct Span {
@@ -56,11 +56,11 @@ inline std::vector<Block> row_blocks(Groups const& groups) {
   return all;
 }
 
-// Additions and multiplications below which waking other threads costs more than they save.
+// Work, in operations, below which waking other threads costs more than it saves.
 inline constexpr double kLeastWork = 32768;
 
-// Calls body(i) for i in [0, count), on as many threads as OpenMP gives where there is enough work
-// for them. Throws what one of them threw, such as std::bad_alloc, after all have ended.
+// Calls body(i) for i in [0, count), on OpenMP threads if there is enough work. If calls throw, for
+// example std::bad_alloc, rethrows one of the exceptions after all calls have ended.
 template <class Body>
 void parallel(int64_t count, double work, Body&& body) {
   std::exception_ptr thrown;

@@ -1,7 +1,7 @@
 // Rows between processes that share memory: guild/exchange.h, in plain loops.
 //
-// The end of a call makes its writes visible to the next, as the end of a kernel does on a GPU;
-// what other ranks wrote is visible after the barrier, whose arrivals are released and acquired.
+// A call sees all writes of the calls before it, as a kernel does on a GPU. Other ranks' writes are
+// visible after the barrier, whose arrivals are stored with release and loaded with acquire.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -31,7 +31,7 @@ bool any_here(int32_t const* ids, int64_t count) {
   return std::any_of(ids, ids + count, [](int32_t id) { return id >= 0; });
 }
 
-// Whether this call pulls the row of token p of all ranks'.
+// Whether this call pulls the row of token p among all ranks' tokens.
 bool pulls(Pull const& x, int64_t p) {
   if (x.part == Part::whole) return true;
   int32_t const* const ids = x.ids + p * x.top_k;
@@ -66,7 +66,7 @@ class Meeting {
     if (x_.needed != nullptr && *x_.needed > x_.capacity) {
       fail(packed(PeerFailure::overflow, m_.rank, m_.rank, 0, *x_.needed));
     }
-    arrive(number);  // others report what this rank says, failed or not
+    arrive(number);  // even after a failure: other ranks may be waiting for this message
     for (int64_t r = 0; r < m_.ranks && failure.load() == 0; ++r) meet(r, number);
     own_->meetings = number;
     own_->published += x_.published;

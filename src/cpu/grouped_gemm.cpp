@@ -10,8 +10,8 @@ namespace {
 
 using Ragged = GroupedGemm::Ragged;
 
-// One group's part of the product: D[m, n] = sum over k, each a range of that dimension. What lies
-// past the last group has kNoGroup and is zeros.
+// One group's part of the product: ranges of m, n and k. The part of D past the last group has
+// index kNoGroup and is set to zero.
 struct Group {
   int64_t index;
   Span m, n, k;

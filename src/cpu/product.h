@@ -24,7 +24,7 @@ struct View {
 template <class F>
 void multiply(View<F> a, View<F> b, F* c, int64_t m, int64_t n, int64_t k, bool add = false);
 
-// A (rows x cols) as multiply() takes it: where it lies if it can be used there, otherwise copied.
+// A (rows x cols) in a form that multiply() accepts: the view itself if possible, else a copy.
 template <class T>
 View<Compute<T>> operand(Scratch& scratch, View<T> view, int64_t rows, int64_t cols) {
   using F = Compute<T>;
@@ -40,8 +40,8 @@ View<Compute<T>> operand(Scratch& scratch, View<T> view, int64_t rows, int64_t c
   return {copy, cols, 1};
 }
 
-// Rows first .. first + count of x, or where row_token is given, rows row_token[first] and so on of
-// its `tokens` rows, zeros outside them.
+// Rows [first, first + count) of x. With row_token, gathers rows row_token[first + i] of x, which
+// has `tokens` rows; indices out of range give zeros.
 template <class T>
 View<Compute<T>> gather(Scratch& scratch, T const* x, int64_t stride, int32_t const* row_token,
                         int64_t tokens, int64_t first, int64_t count, int64_t cols) {

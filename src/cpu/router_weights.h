@@ -8,8 +8,8 @@
 
 namespace guild::cpu {
 
-// A token's p as unscaled_weight(score, logit, shift) / sum: of softmax over all experts; shift 0
-// and sum 1 with scores that depend on one logit alone.
+// The terms with which a token's p is unscaled_weight(score, logit, shift) / sum: for softmax, over
+// all experts; otherwise shift 0 and sum 1, since p depends on one logit alone.
 template <class F>
 struct Normalizer {
   F shift = 0, sum = 1;
@@ -25,7 +25,8 @@ struct Normalizer {
   }
 };
 
-// Writes the weights of the `count` chosen and, unless null, their slopes; all: of the token.
+// Writes the weights of the `count` chosen experts and, unless null, their slopes. all: the token's
+// normalizer.
 template <class F>
 void write_weights(Router const& router, F const* logits, Normalizer<F> const& all,
                    int32_t const* ids, int64_t count, F* scores, F* slopes) {

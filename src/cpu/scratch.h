@@ -1,5 +1,5 @@
-// Memory that a thread keeps for its current block of work, so that a step allocates only the first
-// time a thread sees its largest block.
+// A per-thread bump allocator for a block of work. The memory is reused: a step allocates only when
+// a thread's block needs more than any before it.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -24,7 +24,7 @@ TypedRows<T> rows_of(Rows const& rows, int64_t width) {
   return {static_cast<T*>(rows.data), row_stride(rows, width)};
 }
 
-// Where one of several matrices begins, in elements from the first.
+// The offset of matrix `index` from the first, in elements.
 inline int64_t start_of(int64_t index, int64_t stride, int32_t const* at) {
   return placed(at, int(index)) * stride;
 }
@@ -47,7 +47,7 @@ constexpr Half up_half(GateUp order, int64_t intermediate) {
   return order == GateUp::interleaved ? Half{1, 2} : Half{intermediate, 1};
 }
 
-// C (rows x cols), packed, to out(i, j) = out[i * row_stride + j * col_stride], in memory's order.
+// Stores packed C (rows x cols) to out[i * row_stride + j * col_stride], in out's memory order.
 template <class T, class F>
 void store_block(F* c, Span rows, Span cols, T* out, int64_t row_stride, int64_t col_stride,
                  bool add, Scratch& scratch) {

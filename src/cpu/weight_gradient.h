@@ -5,8 +5,8 @@
 
 namespace guild::cpu {
 
-// One side of the product: its rows, by token where row_token is given, of `tokens`. Its columns
-// are those of the output, column j at [first + j * stride].
+// One operand of the product. Its rows are gathered from `tokens` rows if row_token is given. Its
+// columns are those of the output, column j at [first + j * stride].
 template <class T>
 struct RowSource {
   TypedRows<T const> rows;

@@ -1,5 +1,5 @@
-// What all backward calls of a layer share: which gradients are wanted, the tensors for them, and
-// the core's arguments.
+// Shared by all backward calls of a layer: the wanted gradients, their tensors, and the core's
+// arguments.
 #pragma once
 #include "torch/forward.h"
 
@@ -16,12 +16,12 @@ enum Wanted : int64_t {
   kRows = 64
 };
 
-// The arguments that all backward calls share; outputs and workspace are the caller's to set.
+// The arguments that all backward calls share; the caller sets outputs and workspace.
 MoeBackward backward_args(Place const& place, Layer const& layer, Routing const& routing,
                           Tensor const& dout, Tensor const& h, Weights const& w,
                           MaybeTensor const& b_down, int64_t h_rows);
 
-// dX as `wanted` has it: by token, by row, or empty.
+// The tensor for dX that `wanted` asks for: by token, by row, or empty.
 Tensor dx_of(Place const& place, Layer const& layer, Routing const& routing, int64_t wanted);
 Tensor dscores_of(Place const& place, Layer const& layer, Slots const& slots, int64_t wanted);
 

@@ -201,7 +201,7 @@ void peer_push_scores(Tensor const& peers, Numbers memory, Tensor const& ids,
 
 }  // namespace
 
-// Some of these write to memory that `peers` points to, which torch does not see.
+// Some of these ops write to the memory at the addresses in `peers`, of which torch is unaware.
 void define_exchange(Library& m) {
   m.def("peer_memory_sizes(int ranks, int[] memory) -> (int, int, int)");
   m.def(

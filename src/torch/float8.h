@@ -1,4 +1,4 @@
-// What ops of quantised operands read off their tensors: formats, codes and scales.
+// Arguments of ops with quantised operands: formats, codes and scales.
 #pragma once
 #include "shared/float8.h"
 #include "torch/tensors.h"
@@ -25,7 +25,8 @@ inline ConstScales as_read(Scales const& s) {
   return {s.data, s.expert_stride, s.row_stride, s.col_stride};
 }
 
-// Rows of codes with contiguous columns. To a step, a stride of 0 would mean packed rows.
+// Rows of codes with contiguous columns. A row stride of 0 is rejected: steps would read packed
+// rows.
 inline Rows codes_of(Place const& place, Tensor const& t, char const* name, int64_t rows,
                      int64_t columns) {
   void* const data = place.bytes(t, name, {rows, columns});

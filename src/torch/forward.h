@@ -1,4 +1,4 @@
-// What all forward calls of a layer share: its sizes read off the tensors, and the core's
+// Shared by all forward calls of a layer: its sizes, derived from the tensors, and the core's
 // arguments.
 #pragma once
 #include "torch/tensors.h"

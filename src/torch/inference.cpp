@@ -1,5 +1,5 @@
-// Layers without gradients. Nothing is kept, so all that a call needs besides its result and its
-// offsets lies in one buffer: for a few tokens each allocation counts.
+// Layers without gradients. Nothing is kept for backward, so everything that a call needs besides
+// its result and its offsets is in one buffer: for few tokens each allocation counts.
 #include "cuda/rows/all_rows.h"
 #include "cuda/shared_expert.h"
 #include "torch/forward.h"
@@ -52,8 +52,8 @@ struct Operands {
   Weights w;
   MaybeTensor const &b_up, &b_down;
   void const* residual_scale = nullptr;
-  cuda::SharedExpert const* riding = nullptr;  // null: none, or run already
-  cuda::LayerRouter const* router = nullptr;   // null: it has been run
+  cuda::SharedExpert const* riding = nullptr;  // fused into the layer's launches; null: none
+  cuda::LayerRouter const* router = nullptr;   // null: the router has already run
 };
 
 // Runs forward into out (T, H); returns the offsets.

@@ -1,4 +1,4 @@
-// The buffer of a layer without gradients: all that a call needs besides its result.
+// The one buffer of an inference call: all memory that it needs besides its result.
 #pragma once
 #include "cuda/shared_expert.h"
 #include "shared/workspace.h"
@@ -6,7 +6,7 @@
 
 namespace guild::binding {
 
-// Up to this size a buffer may live as long as the offsets, which then lie in it.
+// Buffers of at most this many bytes also hold the returned offsets, which keep them alive.
 inline constexpr int64_t kSmallBuffer = 1 << 18;
 
 struct SharedScratch {
@@ -19,15 +19,15 @@ inline SharedScratch carve_shared(Carver& carver, Layer const& shared) {
   return {offsets, carver.take(moe_forward_workspace_bytes(shared.sizes, shared.dtype))};
 }
 
-// What a call needs memory for. The sizes of shared experts are those of a layer whose one expert
-// has all rows.
+// What a call needs memory for. Shared experts are described as a layer with one expert, which has
+// all rows.
 struct Needs {
   bool routes;             // the layer chooses its tokens' experts itself
-  int64_t router_bytes;    // what that takes
+  int64_t router_bytes;    // of the router's workspace
   Layer const* shared;     // null: none
-  bool rides = false;      // shared experts are run in the launches of the others
+  bool rides = false;      // shared experts are fused into the launches of the others
   bool gated = false;      // their scale is computed
-  int64_t gate_bytes = 0;  // what that takes
+  int64_t gate_bytes = 0;  // of its workspace
 };
 
 // Parts of the buffer.
@@ -41,7 +41,7 @@ struct Scratch {
   void* shared_rows;              // (T, H); null without shared experts
   void* shared_scale;             // (T, 1), where it is computed
   void* gate;                     // a work buffer
-  SharedScratch shared;           // where they are run apart
+  SharedScratch shared;           // where shared experts have launches of their own
 };
 
 inline Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
@@ -70,7 +70,7 @@ inline Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
   return found;
 }
 
-// The buffer, alive as long as the call is.
+// The buffer; lives for the duration of the call.
 struct Buffer {
   int64_t bytes;
   Tensor memory;

@@ -1,5 +1,5 @@
-// The router's product: by Guild's own kernels, whose bits do not depend on the number of tokens,
-// and where these do not serve, by PyTorch's.
+// The router's product: by Guild's kernels, whose bits do not depend on the number of tokens, or by
+// PyTorch's where Guild's do not apply.
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -25,8 +25,9 @@ Tensor product_in_float32(Tensor const& a, Tensor const& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Whether PyTorch's product serves: for float32 and float64, whose gradients are PyTorch's too, and
-// on a GPU for rows that are not on 16-byte boundaries or more experts than routing supports.
+// Whether to use PyTorch's product: for float32 and float64, whose gradients are PyTorch's too, for
+// empty operands, and on a GPU if H is not a multiple of 8 or there are more experts than routing
+// supports.
 bool needs_torch(Place const& place, RouterLogits const& x) {
   bool const narrow = x.dtype == DType::bfloat16 || x.dtype == DType::float16;
   return !narrow || x.hidden == 0 || x.experts == 0 ||

@@ -17,7 +17,7 @@
 #define GUILD_ACTIVATION \
   "int kind, bool gated, float alpha, float limit, float up_offset, bool clamp_after"
 
-// Weights that are lists of matrices that are not evenly spaced.
+// Schema of experts_at, for weights whose matrices are not evenly spaced.
 #define GUILD_LISTS ", Tensor? experts_at=None"
 
 namespace guild::binding {

@@ -2,8 +2,8 @@
 //
 //   sum over dimensions of (stride * index of a) - (stride * index of b) = first of b - first of a
 //
-// has a solution with indices in range: an equation of a few bounded integers. Equal strides of
-// both count as one, of the difference of the indices.
+// has a solution with indices in range: a linear Diophantine equation in a few bounded variables.
+// Equal strides of both tensors are merged into one variable, the difference of the indices.
 #include "torch/overlap.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct Step {
 
 constexpr int kMostSteps = 16;  // of both tensors
 
-// In bytes: dimensions with more than one place, and the bytes of an element.
+// In bytes: the dimensions of size > 1, and the bytes of an element as one more dimension.
 struct Steps {
   std::array<Step, kMostSteps> step;
   int count = 0;

@@ -1,4 +1,4 @@
-// Whether tensors that an op writes have memory of their own.
+// Checks that tensors that an op writes do not overlap with others.
 #pragma once
 #include "torch/tensors.h"
 
@@ -14,14 +14,14 @@ struct Named {
   Named(char const* name, MaybeTensor const& tensor);
 };
 
-// A tensor to compare, unless it is a list of matrices between which others' memory lies; those are
-// compared one by one in Python.
+// The tensor to compare, or none if it is a list of separate matrices: other tensors may lie
+// between these, so Python compares them one by one.
 inline MaybeTensor own_memory(MaybeTensor const& tensor, MaybeTensor const& experts_at) {
   return experts_at.has_value() ? std::nullopt : tensor;
 }
 
-// Throws, naming both, where a tensor that is written shares a byte with another argument, or two
-// of its own elements share one. All are on one device.
+// Throws if a tensor that is written shares a byte with another argument, naming both, or if its
+// own elements overlap. All tensors are on one device.
 void require_apart(std::initializer_list<Named> written, std::initializer_list<Named> read);
 
 }  // namespace guild::binding

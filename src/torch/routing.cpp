@@ -159,8 +159,8 @@ Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const&
   return dlogits;
 }
 
-// ids (T, K) of route, seed (1) int64 on the device -> scores, ids, slopes (or an empty tensor) by
-// slot of the tokens' lists, token_offsets (T + 1)
+// ids (T, K) of route, seed (1) int64 on the device -> for the slots of the tokens' lists: scores,
+// ids, slopes (or an empty tensor); token_offsets (T + 1)
 Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const& seed,
                       int64_t score, bool renormalize, double scale, int64_t rounding, int64_t tile,
                       double sum_floor) {

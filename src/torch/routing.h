@@ -1,5 +1,5 @@
-// What ops that choose experts share: the arguments of route and of the sort, not yet run, and the
-// router's product.
+// Shared by the routing ops: the arguments of route, of the sort and of the router's product,
+// prepared but not yet run.
 #pragma once
 #include "guild/router_logits.h"
 #include "torch/tensors.h"
@@ -59,7 +59,7 @@ class RouterProduct {
   void add_gate(RouterProduct const& gate, void* score, void* workspace);
   // Routes by the logits, which are not kept, into the outputs of `route`.
   void route(Place const& place, Route const& route, void* workspace);
-  // The arguments, for kernels on a GPU that run the product themselves; null where PyTorch does.
+  // The arguments, for GPU kernels that fuse the product; null if PyTorch computes it.
   RouterLogits const* args(Place const& place, void* workspace);
 
  private:

@@ -133,7 +133,7 @@ void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Te
   place.run_product(cpu::scaled_up, cuda::scaled_up, args);
 }
 
-// The arguments of the gradient with what it multiplies and h.
+// The arguments of the down gradient, with its operands and h set.
 ScaledDownGradient gradient_of(Place const& place, Sizes const& s, DType dtype, int64_t halves,
                                Tensor const& dout, Tensor const& dout_scales, Tensor const& w_down,
                                Tensor const& w_scales, MaybeTensor const& h,

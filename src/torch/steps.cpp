@@ -66,7 +66,7 @@ LowRankTerm<ConstUpWeight> term_of(Place const& place, Layer layer, MaybeTensor 
   if (both.rank == 0) return {};
   layer.sizes.hidden = both.rank;
   layer.transposed = false;
-  layer.experts_at = nullptr;  // of the weights
+  layer.experts_at = nullptr;  // for the weights only
   return {both.t, as_const(up_weight_of(place, layer, *b, std::nullopt, layer.dtype)), both.rank};
 }
 

@@ -1,7 +1,7 @@
-// Tensors seen as the core's argument structs, and the backend that a call runs on.
+// Converts tensors to the core's argument structs and selects the backend of a call.
 //
-// Nothing here decides anything about the layer: a tensor's type, device, shape and strides are
-// compared with what the argument requires, and a view of it is made. LibTorch stable ABI of 2.10.
+// There is no policy here: a tensor's type, device, shape and strides are checked against what the
+// argument requires, and a view of it is made. Uses the LibTorch stable ABI of 2.10.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -19,20 +19,20 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Shape = std::initializer_list<int64_t>;
 
-// Whether a tensor of ids is int64; an error naming the argument if it is not int32 either.
+// Whether a tensor of ids is int64. Throws, naming the argument, if it is neither that nor int32.
 bool is_int64(Tensor const& tensor, char const* name);
 
-// The dtype of a tensor; an error naming the argument if Guild has no such type.
+// The dtype of a tensor. Throws, naming the argument, if Guild does not support it.
 DType dtype_of(Tensor const& tensor, char const* name);
 
-// How many multiprocessors kernels may fill, for every thread of the process: backward runs on
-// threads of its own. 0 is all of them.
-// shared: other kernels run at the same time (cuda::Queue).
+// Sets how many SMs kernels may use (0: all) and whether other kernels run at the same time
+// (cuda::Queue::shared). Process-wide, because autograd runs backward on threads of its own.
 void set_num_sms(int64_t count, bool shared);
 int64_t num_sms();
 
-// Where a call runs: the device of its first tensor. Holds that device and its current stream for
-// the time of the call, checks that the other tensors are there, makes the outputs there.
+// Where a call runs: the device of its first tensor. For the duration of the call it makes that
+// device current and holds its current stream. It checks that other tensors are on the device and
+// allocates outputs there.
 class Place {
  public:
   Place(Tensor const& tensor, char const* name);
@@ -57,42 +57,42 @@ class Place {
   bool on_cuda() const { return on_cuda_; }
   cuda::Queue const& queue() const { return queue_; }
 
-  // An uninitialised tensor. Its memory may hold NaN: the caller must write all of it, or document
-  // which rows have no meaning.
+  // An uninitialised tensor, which may hold NaN: the caller must write all of it, or document which
+  // rows are undefined.
   Tensor empty(Shape shape, DType dtype) const;
   Tensor empty_int32(Shape shape) const;
   void clear(Tensor const& tensor) const;  // to zeros
   Tensor workspace(int64_t bytes) const;
-  // The first `count` int32 of a contiguous buffer on this device, which stays alive with them.
+  // A tensor of the first `count` int32 of a contiguous buffer on this device; keeps it alive.
   Tensor first_int32(Tensor const& buffer, int64_t count) const;
 
-  // A new tensor of a weight's shape, one matrix after the other, each laid out as in the weight.
+  // A new tensor of a weight's shape: evenly spaced matrices, each with the weight's layout.
   Tensor stacked_like(Tensor const& weight) const;
 
-  // A tensor over memory from the first element of another on; it owns nothing.
+  // A tensor over the memory that begins at the first element of another; does not own it.
   Tensor view(Tensor const& first, Shape sizes, Shape strides) const;
 
   void copy_indices(int32_t const* from, int64_t count, int32_t* to) const;  // from the host
 
-  // The data of a tensor on this device with this shape; nothing is said about its strides.
+  // The data of a tensor, checked to be on this device and of this shape, with any strides.
   void* data(Tensor const& tensor, char const* name, Shape shape) const;
   void* typed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
-  // ... of one that is contiguous.
+  // The same, checked to be contiguous.
   void* packed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   int32_t* indices(Tensor const& tensor, char const* name, Shape shape) const;
   uint8_t* flags(Tensor const& tensor, char const* name, Shape shape) const;  // of bool
   uint8_t* bytes(Tensor const& tensor, char const* name, Shape shape) const;  // uint8, any strides
   int64_t const* seed(Tensor const& tensor, char const* name) const;          // int64 (1)
-  // ... of rows with contiguous columns.
+  // The same, checked to have contiguous columns.
   Rows rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   Rows rows(MaybeTensor const& tensor, char const* name, DType dtype, Shape shape) const;
-  // Rows that may be a part of a larger tensor and begin at any address, as do the gradients that
-  // autograd passes on: themselves, or a copy where a GPU's kernels could not read them.
+  // The rows themselves, or a copy if the GPU kernels cannot read their alignment or strides.
+  // Gradients from autograd, for example, may be slices of larger tensors.
   Tensor aligned(Tensor const& rows) const;
   // int32 (lists, experts), or null.
   int32_t const* lists(MaybeTensor const& tensor, char const* name, int64_t lists,
                        int64_t experts) const;
-  // ... of one matrix per expert, (experts, out, in), or (experts, in, out) if transposed.
+  // A view of one matrix per expert, (experts, out, in), or (experts, in, out) if transposed.
   Weight weight(Tensor const& tensor, char const* name, DType dtype, Shape shape,
                 bool transposed) const;
 
@@ -106,8 +106,8 @@ class Place {
   cuda::Queue queue_;
 };
 
-// The sizes, types and layout of a layer, read off its weights; hidden etc. are then checked
-// against the other tensors by Place's views.
+// The sizes, types and layout of a layer, derived from its weights. Place checks the other tensors
+// against them.
 struct Layer {
   Sizes sizes;
   DType dtype;
@@ -124,7 +124,8 @@ struct Layer {
   }
 };
 
-// A limit of float32's largest number is none: infinity cannot be in a package of AOTInductor.
+// A limit of float32's largest number means no limit, since AOTInductor packages cannot contain
+// infinity.
 Activation activation_of(int64_t kind, bool gated, double alpha, double limit, double up_offset,
                          bool clamp_after);
 
@@ -158,16 +159,16 @@ struct Slots {
 Slots slots_of(Place const& place, Tensor const& tensor, char const* name,
                MaybeTensor const& token_offsets);
 
-// The number of dimensions, checked before any size is read.
+// Checks the number of dimensions; to be called before sizes are read.
 void require_dims(Tensor const& tensor, char const* name, int64_t dims);
-// The length of a tensor that has to have one dimension.
+// The length of a tensor. Throws unless it has one dimension.
 int64_t length_of(Tensor const& list, char const* name);
 
 // A new tensor laid out in memory as `like` is, where that is dense.
 Tensor empty_like(Tensor const& like);
 
-// The distance between the matrices of (matrices, rows, columns); for a single matrix, which has
-// none, a value that keeps what is aligned so.
+// The stride between the matrices of (matrices, rows, columns). For a single matrix it is
+// meaningless, so the result is one that keeps the alignment of the other strides.
 int64_t matrix_stride(Tensor const& tensor);
 
 }  // namespace guild::binding

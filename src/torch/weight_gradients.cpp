@@ -43,8 +43,8 @@ Rows input_rows(Place const& place, Layer const& layer, Tensor const& tensor, ch
                     {row_token.has_value() ? s.tokens : s.rows(), s.hidden});
 }
 
-// Writes those of dw_up (and dw_gate where gate and up are apart) and dw_down that are given, in
-// one type: the rest of backward after data_gradients.
+// Writes dw_up (with dw_gate if gate and up are separate tensors) and dw_down, each if given, all
+// of one type: the rest of backward after data_gradients.
 void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
                           Tensor const& a_scaled, Tensor const& offsets,
                           MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,

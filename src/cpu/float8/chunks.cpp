@@ -56,7 +56,7 @@ void read_elements(QuantizeChunks const& x, Chunk const& chunk, int64_t column, 
   block.scale = scale.to_value;
 }
 
-// value: codes times the quotient of their scale and the largest; scales of column `scale_column`.
+// value: codes times their scale / the largest scale; scales are those of column `scale_column`.
 void read_codes(QuantizeChunks const& x, Chunk const& chunk, int64_t column, int64_t scale_column,
                 int64_t count, ChunkBlock& block) {
   auto const rows = rows_of<uint8_t>(x.x, x.halves * x.columns);
