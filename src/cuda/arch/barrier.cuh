@@ -1,8 +1,8 @@
-// Shared-memory barriers (mbarrier) and the fences between the generic and the async proxy.
+// mbarrier, the fences between generic and async proxy, named barriers and setmaxnreg.
 //
-// A barrier completes a phase when its arrivals and its announced bytes are in. wait(parity) blocks
-// until the phase of that parity has completed: waiting for parity 1 on a fresh barrier returns at
-// once. PTX ISA, section "mbarrier".
+// A phase completes when all its arrivals and all announced bytes (expect_tx) are in. wait(parity)
+// blocks until the phase of that parity has completed; on a fresh barrier, wait(1) returns at once.
+// PTX ISA, section "mbarrier".
 #pragma once
 #include <cstdint>
 
@@ -12,8 +12,8 @@ __device__ inline uint32_t shared_address(void const* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
 
-// Keeps a value in a register: prevents the compiler from rematerialising it at every use, which
-// for a shared-memory address reads a slow special register.
+// Pins a value in a register. Without it the compiler rematerialises shared-memory addresses at
+// every use, from a special register that is slow to read.
 __device__ inline uint32_t kept(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -30,8 +30,9 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word))
                  : "memory");
   }
-  // Arrives on the same barrier of another block of the cluster. Only for "this thread has read":
-  // it orders no writes, since release at cluster scope would cost a GPU-wide fence.
+  // Arrives on the same barrier in another block of the cluster. Orders no writes: use it only to
+  // signal "this thread has finished reading". Release at cluster scope would cost a GPU-wide
+  // fence.
   __device__ void arrive_at(int block) {
     asm volatile(
         "{\n"
@@ -49,7 +50,7 @@ struct Barrier {
         "r"(bytes)
         : "memory");
   }
-  // Announces bytes without arriving. Some arrival of this phase must still be due.
+  // Announces bytes without arriving. At least one arrival of this phase must still be pending.
   __device__ void expect(uint32_t bytes) {
     asm volatile(
         "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&word)),
@@ -77,12 +78,13 @@ struct Barrier {
   }
 };
 
-// Makes barrier initialisation visible to the async proxy.
+// Makes this thread's mbarrier.init visible to the cluster. A block or cluster barrier must follow
+// before other threads use the barriers. PTX ISA, section "fence".
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Orders ordinary shared-memory accesses before later TMA or wgmma accesses.
+// Orders generic-proxy accesses to shared memory before later accesses by TMA or wgmma.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -92,7 +94,7 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Sets a thread's registers to fewer (producers) or more (consumers). Called by whole warpgroups.
+// setmaxnreg: producers give up registers, consumers take them. Executed by whole warpgroups.
 template <int count>
 __device__ inline void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));

@@ -1,10 +1,11 @@
-// Whole pieces of memory by TMA, without a map. PTX ISA, section "cp.async.bulk".
+// Contiguous bulk copies by TMA, without a tensor map. PTX ISA, section "cp.async.bulk".
 #pragma once
 #include "cuda/arch/barrier.cuh"
 
 namespace guild::cuda {
 
-// `bytes` to shared memory; they and both addresses are multiples of 16. Completes on `done`.
+// Copies `bytes` from global to shared memory and completes on the mbarrier at `done`. Both
+// addresses and the size are multiples of 16.
 __device__ inline void bulk_load(uint32_t to, void const* from, uint32_t bytes, uint32_t done) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::

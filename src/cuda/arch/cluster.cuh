@@ -7,11 +7,11 @@
 
 namespace guild::cuda {
 
-// A cluster of more blocks needs a launch attribute of its own on compute capability 9.0, and may
-// not fit there.
+// The portable cluster size. Larger clusters must be enabled for each kernel
+// (cudaFuncAttributeNonPortableClusterSizeAllowed) and may not fit on the device.
 inline constexpr int kMostClusterBlocks = 8;
 
-// Which block of its cluster this is, and a barrier of all the cluster's threads.
+// This block's rank in its cluster, and a barrier for all threads of the cluster.
 __device__ inline int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -21,7 +21,7 @@ __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// `at` in the block of this rank: four bytes.
+// Reads a four-byte value from the shared memory of block `rank`: the one at `at` there.
 template <class T>
 __device__ inline T load_from_block(T const* at, int rank) {
   static_assert(sizeof(T) == 4);
@@ -38,8 +38,8 @@ __device__ inline T load_from_block(T const* at, int rank) {
   return std::bit_cast<T>(word);
 }
 
-// Writes to `to` in the block of this rank, asynchronously: its barrier `there` counts the four
-// bytes when they have landed.
+// Stores asynchronously to `to` in block `rank`. Completes four bytes of transaction count on that
+// block's copy of `there`.
 __device__ inline void store_to_block(int* to, int value, Barrier& there, int rank) {
   asm volatile(
       "{\n"

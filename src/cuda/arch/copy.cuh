@@ -1,6 +1,6 @@
-// Moving bytes: TMA boxes of rank-3 and rank-4 maps, cp.async of 16 bytes or a word, and words and
-// 8x8 matrices between registers and shared memory. PTX ISA, sections "cp.async.bulk.tensor",
-// "cp.async" and "stmatrix".
+// Data movement: TMA boxes of rank 3 and 4, cp.async of 16 bytes or one word, and words and 8x8
+// matrices between registers and shared memory. PTX ISA, sections "cp.async.bulk.tensor",
+// "cp.async", "stmatrix" and "ldmatrix".
 #pragma once
 #include <cuda.h>
 
@@ -8,7 +8,7 @@
 
 namespace guild::cuda {
 
-// Loads the map itself, which the first access through it would wait for.
+// Prefetches the descriptor, so that the first TMA instruction need not wait for it.
 __device__ inline void prefetch(CUtensorMap const& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -25,8 +25,8 @@ __device__ inline void tma_load(CUtensorMap const& map, void* to, Coordinate at,
       : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`, each at the same offset in
-// its shared memory and completing on its own `done` barrier.
+// Multicasts the box to every block of the cluster whose bit is set in `blocks`, to the same offset
+// in shared memory. Each block's copy completes on its own `done` barrier.
 __device__ inline void tma_load_multicast(CUtensorMap const& map, void* to, Coordinate at,
                                           Barrier& done, uint16_t blocks) {
   asm volatile(
@@ -36,10 +36,10 @@ __device__ inline void tma_load_multicast(CUtensorMap const& map, void* to, Coor
       : "memory");
 }
 
-// Rows of a matrix in boxes that end where a group of rows ends. A clipped map (launch.cuh) has the
-// dimensions (columns, r, end, wrap) and sees row r + end - kClip at (., r, end, kClip), for r
-// below kClip. So the box of the rows from `end` - n on begins at r = kClip - n, and its part at or
-// past row `end` is outside of the map and reads as zeros.
+// Boxes of rows that stop at the end of a group. A clipped map (launch.cuh) has the dimensions
+// (columns, r, end, wrap); its element (., r, end, kClip), with r < kClip, lies in row r + end -
+// kClip of the matrix. A box that starts at r = kClip - n therefore starts n rows before `end`, and
+// its rows at or past `end` are out of bounds, which TMA fills with zeros.
 inline constexpr int kClip = 1 << 30;
 struct ClippedCoordinate {
   int x, r, end;
@@ -63,7 +63,7 @@ __device__ inline void tma_load_clipped_multicast(CUtensorMap const& map, void* 
       : "memory");
 }
 
-// Elements outside the map are not written.
+// TMA does not write elements that are out of bounds.
 __device__ inline void tma_store(CUtensorMap const& map, void const* from, Coordinate at) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
@@ -84,7 +84,7 @@ __device__ inline void tma_store_at(CUtensorMap const& map, uint32_t from, RowCo
 __device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at) {
   tma_store_at(map, shared_address(from), at);
 }
-// policy: how long L2 keeps what is stored, by evict_last() or evict_normal().
+// policy: the L2 eviction priority, from evict_last() or evict_normal().
 __device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at,
                                  uint64_t policy) {
   asm volatile(
@@ -101,12 +101,12 @@ __device__ inline void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-// Where 16-byte chunk `chunk` of row `row` of a 128-byte-swizzled box lies.
+// Shared-memory address of 16-byte chunk `chunk` of row `row` in a box with the 128-byte swizzle.
 __device__ inline uint32_t chunk_address(uint32_t box, int row, int chunk) {
   return box + row * 128 + ((chunk ^ (row % 8)) * 16);
 }
 
-// Copies 16 bytes to shared memory, or zeros where `valid` is false: `from` is not read then.
+// Copies 16 bytes to shared memory. Where `valid` is false, writes zeros and does not read `from`.
 __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)
@@ -117,7 +117,8 @@ __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
 __device__ inline void copy_word_async(uint32_t to, void const* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// A word, or zeros where `valid` is false, if the condition holds; without a branch.
+// Predicated, without a branch: if `condition`, copies a word, or writes zeros where `valid` is
+// false.
 __device__ inline void copy_word_async_if(bool condition, uint32_t to, void const* from,
                                           bool valid) {
   asm volatile(
@@ -126,15 +127,13 @@ __device__ inline void copy_word_async_if(bool condition, uint32_t to, void cons
       "r"(to), "l"(from), "r"(valid ? 4 : 0)
       : "memory");
 }
-// Ends a group of the thread's copies.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for all but the last `pending` groups.
+// Waits until at most `pending` of this thread's groups are in flight.
 template <int pending>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// Access to one word of shared memory.
 __device__ inline void store_shared_if(bool condition, uint32_t address, uint32_t value) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.u32 [%1], %2; }" ::"r"(
                    unsigned(condition)),
@@ -158,8 +157,9 @@ __device__ inline void clear_words(uint32_t address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements: lane l addresses row l % 8 of matrix l / 8; register j of
-// lane l holds columns 2 (l % 4) and the next of row l / 4 of matrix j (transposed: the reverse).
+// Four 8x8 matrices of 16-bit elements. Lane l supplies the address of row l % 8 of matrix l / 8;
+// register j of lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix j. The
+// transposed forms swap rows and columns.
 __device__ inline void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a),
                "r"(b), "r"(c), "r"(d)

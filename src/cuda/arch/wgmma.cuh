@@ -1,8 +1,8 @@
-// Warpgroup matrix products on 128-byte-swizzled shared memory: descriptors and instructions.
+// wgmma on operands in shared memory with the 128-byte swizzle: descriptors and instructions.
 //
-// Tiles are 64 deep (along K). K-major: rows of 64 elements, 128 bytes each. MN-major: blocks of 64
-// columns, each 64 K-rows of 128 bytes. Both are what a TMA box with 128-byte swizzle leaves. The
-// instructions themselves are CUTLASS's wrappers (BSD-3-Clause); layouts: PTX ISA, "wgmma".
+// Tiles are 64 deep along K. K-major: rows of 64 elements, 128 bytes each. MN-major: blocks of 64
+// columns, each of 64 K-rows of 128 bytes. TMA boxes with the 128-byte swizzle have both layouts.
+// The instructions are CUTLASS's wrappers (BSD-3-Clause); for the layouts see PTX ISA, "wgmma".
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -21,11 +21,11 @@ inline constexpr int kRowBytes = 128;                          // of a swizzled 
 inline constexpr int kBoxColumns = kRowBytes / kElementBytes;  // elements of it
 inline constexpr int kBlockBytes = 64 * kRowBytes;             // 64 rows (or K-rows)
 
-// A matrix descriptor: the address, strides in 16-byte units and the swizzle.
-//   K-major    stride between groups of 8 rows: 1024 bytes
-//   MN-major   the same between groups of 8 K-rows; kBlockBytes between blocks of 64 columns
-// The low word holds the address, also in 16-byte units: adding to the word moves the matrix. The
-// high word is the same for all.
+// A matrix descriptor: address and strides in units of 16 bytes, and the swizzle mode.
+//   K-major    1024 bytes between groups of 8 rows
+//   MN-major   1024 bytes between groups of 8 K-rows, kBlockBytes between blocks of 64 columns
+// The low word holds the address, so adding to it moves the operand. The high word is the same for
+// all operands.
 template <Major major>
 __device__ inline uint32_t descriptor(uint32_t address) {
   return (major == Major::K ? 1u : uint32_t(kBlockBytes >> 4)) << 16 | (address >> 4 & 0x3FFF);
@@ -34,7 +34,7 @@ __device__ inline uint64_t whole_descriptor(uint32_t low) {
   return uint64_t(uint32_t(1024 >> 4) | 1u << 30) << 32 | low;
 }
 
-// An instruction sums over a slice of the tile, 16 deep for elements of two bytes.
+// K extent of one wgmma, a slice of the tile: 16 elements of two bytes.
 inline constexpr int kSliceDepth = 32 / kElementBytes;
 
 // Bytes from one slice of a tile to the next.
@@ -79,8 +79,7 @@ __device__ inline void mma_slice(float (&acc)[n / 2], uint32_t a, uint32_t b, bo
   }(std::make_index_sequence<n / 2>{});
 }
 
-// FP8 operands, whose slices are 32 deep and whose rows of 128 bytes hold 128 elements; both
-// K-major.
+// FP8 operands, both K-major: a slice is 32 deep, a 128-byte row holds 128 elements.
 enum class Codes : int { e4m3_e4m3, e5m2_e4m3 };  // of A and B
 
 template <Codes codes>
@@ -105,21 +104,22 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Marks the accumulators as dead, so that the compiler does not copy stale values.
+// Marks the accumulators as dead: the compiler would otherwise preserve their stale values.
 template <int count>
 __device__ inline void forget_registers(float (&acc)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "=f"(acc[i]));
 }
 
-// Writes zeros right here: the compiler can neither hoist them nor copy them from other registers.
+// Zeroes the accumulators at this point. The compiler can neither hoist the writes nor turn them
+// into copies of other registers.
 template <int count>
 __device__ inline void clear_registers(float (&acc)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[i]));
 }
 
-// Keeps the compiler from moving accesses to the accumulators across the asynchronous products.
+// Keeps the compiler from moving accesses to the accumulators across asynchronous wgmma.
 template <int count>
 __device__ inline void fence_registers(float (&acc)[count]) {
 #pragma unroll

@@ -1,11 +1,11 @@
-// Sums of columns over the 64 rows of a box by wgmma: the box, transposed, times a right operand of
-// 8 rows x 64, the narrowest there is.
+// Column sums over the 64 rows of a box by wgmma: the transposed box times a right operand of 8
+// rows x 64, the narrowest that wgmma takes.
 //
-//   ones       all rows ones: the plain sums, eight times
-//   scores     rows 0 to 2: each fp32 score, split into three terms of 16 bits; the others: zeros
+//   ones       all rows are ones: the plain sums, eight times
+//   scores     rows 0 to 2: the fp32 scores, each split into three 16-bit terms; other rows: zeros
 //
-// A thread's results: column c = fragment_row(thread) of the box in sum[0] and sum[1], column c + 8
-// in sum[2] and sum[3], for rows n = thread % 4 * 2 and n + 1 of the right operand.
+// A thread gets column c = fragment_row(thread) of the box in sum[0] and sum[1], and column c + 8
+// in sum[2] and sum[3], for rows thread % 4 * 2 and the next of the right operand.
 #pragma once
 #include "cuda/sm90/fragment.cuh"
 
@@ -44,8 +44,8 @@ __device__ inline void store_sums(float* to, int left, float first, float second
   if (8 < left) to[8] = second;
 }
 
-// Scores as a right operand, all 24 bits of each. They are scaled by a power of two that brings the
-// largest near the top of float16's range. Call with all 128 threads.
+// Scores as a right operand, with all 24 bits of their mantissas. A power of two scales them so
+// that the largest is near the top of float16's range. Call with all 128 threads.
 template <class T>
 struct ScoreOperand {
   NarrowOperand<T> operand;
@@ -79,11 +79,11 @@ struct ScoreOperand {
   }
 };
 
-// Side sums: sums over each step's A alongside its products. Called by all threads of a consumer:
+// Side sums: sums over each step's A, computed beside its products. All threads of a consumer call:
 //
-//   start(a)      before the step's products are issued, as a wgmma group of its own. a: the
+//   start(a)      before the step's products are issued; issues a wgmma group of its own. a: the
 //                 shared-memory address of the consumer's 64 rows of A
-//   finish(step)  after the step's products are issued: waits for its own group, not for theirs
+//   finish(step)  after the step's products are issued; waits for its own group, not for theirs
 //
 // Most products have none.
 struct NoSideSums {
@@ -103,7 +103,7 @@ struct ScoreSums {
 
   __device__ void start(uint32_t a) {
     if (rest < 64) {
-      // Their scores are 0, but 0 times NaN is NaN.
+      // The scores of these rows are 0, but 0 times NaN is NaN.
 #pragma unroll 1
       for (int i = thread; i < (64 - rest) * 8; i += 128) clear_words(a + rest * 128 + i * 16);
       fence_async_proxy();

@@ -1,11 +1,11 @@
-// Where a thread is in the ring of stages.
+// A thread's position in the ring of stages.
 #pragma once
 #include <cstdint>
 
 namespace guild::cuda {
 
-// Int: the type before() computes in. unsigned saves instructions; but with it ptxas serialises the
-// wgmma (C7515) of kernels that store element by element, which therefore use int.
+// Int: the type that before() computes in. unsigned takes fewer instructions, but makes ptxas
+// serialise the wgmma (C7515) of kernels that store element by element; these use int.
 template <int stages, class Int>
 struct Cursor {
   int stage = 0;

@@ -1,9 +1,9 @@
-// The layout of fp32 accumulators in registers, and how they are stored through shared memory.
+// The register layout of fp32 accumulators, and their way through shared memory to global memory.
 //
-// A warpgroup holds 64 rows x n columns: thread t has row 16 * (t / 32) + t % 32 / 4 and the row 8
-// below it, and in each block of 8 columns the two from 2 * (t % 4): value[4 * block + 2 * below +
-// i]. Results are packed into boxes of 64 x 64 elements in shared memory, 128-byte swizzled, which
-// TMA stores. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
+// A warpgroup holds 64 rows x n columns. Thread t has rows 16 * (t / 32) + t % 32 / 4 and 8 below
+// it, and of each block of 8 columns the two from 2 * (t % 4) on: value[4 * block + 2 * below + i].
+// Results are packed into boxes of 64 x 64 elements in shared memory, with the 128-byte swizzle,
+// and stored by TMA. Source: PTX ISA, "wgmma", register fragments for m64nNk16.
 #pragma once
 #include "cuda/arch/copy.cuh"
 #include "cuda/arch/wgmma.cuh"
@@ -15,7 +15,7 @@ namespace guild::cuda {
 __device__ inline int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 __device__ inline int fragment_column(int thread) { return thread % 4 * 2; }
 
-// The barrier of one warpgroup of consumers; id 0 is left to __syncthreads().
+// Named barrier of one consumer warpgroup. Id 0 is __syncthreads().
 __device__ inline void warpgroup_barrier() { named_barrier(1 + threadIdx.x / 128, 128); }
 
 // 64 columns of a fragment, packed: a word holds two neighbours of a row, word 2 * block + below.
@@ -27,13 +27,14 @@ __device__ inline void pack_box(BoxWords& word, float const* value) {
   for (int i = 0; i < 16; ++i) word[i] = pack<T>(value[2 * i], value[2 * i + 1]);
 }
 
-// A thread's stmatrix or ldmatrix address for columns 0 .. 15 of a box; for 16 columns on: ^ 32.
+// A thread's stmatrix or ldmatrix address for columns 0 .. 15 of a box. XOR with 32 to get the next
+// 16 columns.
 __device__ inline uint32_t matrices_address(uint32_t box, int thread) {
   return chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
 }
 
-// Calls f(address, word) with four words of a fragment of 64 columns at a time, and with a thread's
-// address for stmatrix or ldmatrix of them; rows of D as rows of the box.
+// Calls f(address, words) for each group of four words of a 64-column fragment, with the thread's
+// stmatrix or ldmatrix address. Rows of D are rows of the box.
 template <class Words, class F>
 __device__ inline void for_words_of_box(uint32_t box, Words& word, int thread, F&& f) {
   uint32_t const first = matrices_address(box, thread);
@@ -102,7 +103,8 @@ struct StoreBoxes {
     store();
     tma_store_commit();
   }
-  // Writes and stores the first `count` boxes, 32 values of a thread each, rows of D as their rows.
+  // Packs and stores the first `count` boxes, 32 values per thread each. Rows of D are rows of a
+  // box.
   template <class T, class Store>
   __device__ void put(float const (&value)[64], int count, int thread, Store&& store) const {
     wait(thread);
@@ -114,10 +116,10 @@ struct StoreBoxes {
   }
 };
 
-// A matrix that boxes of 64 x 64 are stored to, clipped by TMA to the tile's own rows and to the
-// columns that exist. For that the map has the rows twice: (x, half, r, row) is row r + row - 64 of
-// the matrix, with r < 64. A box of n valid rows is stored at r = 64 - n, so that its other rows
-// are out of bounds.
+// A matrix to which 64 x 64 boxes are stored; TMA clips them to the tile's rows and the matrix's
+// columns. To make it clip rows, the map has a row dimension twice: (x, half, r, row), with r < 64,
+// is row r + row - 64 of the matrix. A box of n valid rows is stored at r = 64 - n, which puts its
+// other rows out of bounds.
 template <class T>
 struct RowOutput {
   CUtensorMap map;  // (columns, halves, 64, rows + 64), boxes of 64 x 1 x 64 x 1

@@ -1,20 +1,22 @@
-// D[group] = epilogue(A[group] B[group]^T) for every group, in one persistent launch.
+// D[group] = epilogue(A[group] B[group]^T) for all groups: a persistent, warp-specialised grouped
+// GEMM.
 //
-//   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh); one of its warps
-//                    schedules the tiles and passes them to the other warps (tile_queue.cuh): a
-//                    loading warp if all four load, otherwise an idle one
-//   warpgroups 1..   consumers: wgmma into registers, then the epilogue (epilogues.cuh), each on 64
-//                    rows of every tile or, with C.in_turns, on every other tile alone
+//   warpgroup 0      producer: fills a ring of stages, 64 deep along K (loaders.cuh). One warp also
+//                    schedules tiles and hands them to all others (tile_queue.cuh): warp 0 if all
+//                    four warps load, else a warp that does not load
+//   warpgroups 1..   consumers: wgmma, then the epilogue (epilogues.cuh). Each takes 64 rows of
+//   every
+//                    tile (cooperative) or, with C.in_turns, every other tile (ping-pong)
 //
-// An epilogue that reads a matrix gets it through the same ring, 64 columns of the tile per stage,
-// after the stages of the tile's products: it uses no extra shared memory and its loads are issued
-// early. Most others store their results while the next tile's products run, those that defer
-// nothing (AllAtOnce) before.
+// An epilogue that reads a matrix gets it through the same ring, after the stages of the tile's
+// sum, 64 columns of the tile per stage. It needs no further shared memory, and its loads are
+// issued early. Other epilogues overlap their stores with the next tile's products, except those
+// that defer nothing (AllAtOnce).
 //
-// The blocks of a cluster work on neighbouring row tiles of one group and share B: each loads a
-// part of it and multicasts that to all. A stage is reused once the consumers of all blocks have
-// read it. Where a group has a single row tile left, the blocks take neighbouring column tiles of
-// it instead, each with its own B.
+// The blocks of a cluster work on neighbouring row tiles of one group and share B: each loads its
+// part and multicasts it to all. A stage is free once the consumers of all blocks have read it.
+// Where a group has a single row tile left, the blocks take neighbouring column tiles instead, each
+// with its own B.
 //
 // Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS.
 #pragma once
@@ -60,21 +62,21 @@ struct GroupedProduct {
     Barrier full[C.stages];     // Loader::kArrivals, and the bytes of TMA
     Barrier empty[C.stages];    // one arrival per consumer warp of the cluster that reads the stage
     Barrier turn[C.consumers];  // in_turns: this consumer may read the stages of its tile
-    Barrier wanted;             // the loader wants the next tile from the idle warp that schedules
+    Barrier wanted;             // the loader requests the next tile from a separate scheduler warp
     Tiles tiles;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
   static __device__ TileScheduler<Work, C> scheduler_of(Params const& p) {
     Work work = p.work;
-    work.tile_m = C.cluster_m();  // constants, so that the walk divides by shifting
+    work.tile_m = C.cluster_m();  // compile-time powers of two: divisions become shifts
     work.tail_m = C.cluster == 2 ? C.tile_m : 0;
     work.band = kBand;
     return TileScheduler<Work, C>(work);
   }
 
-  // How many steps before the end of a tile's sum the next tile is claimed, which takes a round
-  // trip to global memory. Claimed earlier, it might be kept from a block that is free sooner.
+  // The next tile is claimed this many steps before the end of a tile's sum, to hide the round trip
+  // to global memory. A tile claimed earlier could have gone to a block that becomes free sooner.
   static constexpr int kClaimAhead = 8;
 
   static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
@@ -117,8 +119,8 @@ struct GroupedProduct {
     }
   }
 
-  // pending: the stage that TMA stores issued by this thread may still read, -1 if none. The first
-  // thread of each warp waits for its own stores, then releases the stage for its warp.
+  // pending: the stage that this thread's TMA stores may still be reading, -1 if none. The leader
+  // of each warp waits for its own stores, then releases the stage for the warp.
   static __device__ void release_stored(int& pending, SharedStorage& smem, Self self) {
     if (self.leads_warp() && pending >= 0) {
       tma_store_wait<0>();
@@ -127,11 +129,11 @@ struct GroupedProduct {
     pending = -1;
   }
 
-  // A reading epilogue, one unit of 64 columns per stage: wait for the stage, turn the unit's sums
-  // into results, store. The thread that issues the stores is in another warp each time; its warp
-  // releases the stage one unit later, when the stores have read it. The loop is unrolled kCopies
-  // times only, for the code of a unit may be long and must fit the instruction cache; so a unit's
-  // sums are always the first 32 accumulators, and the others shift down by 32 per unit.
+  // The epilogue of a ReadingEpilogue, one unit of 64 columns per stage: waits for the stage, turns
+  // the unit's sums into results and stores them. Units rotate the storing thread among the warps;
+  // its warp releases the stage one unit later, when the stores have read it. A unit's code is long
+  // and must fit the instruction cache, so the loop is unrolled only kCopies times: a unit's sums
+  // are always the first 32 accumulators, and the rest shift down by 32 after each unit.
   static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at,
                                 int& pending, Tile const& part, auto& state, SharedStorage& smem,
                                 Self self) {
@@ -155,8 +157,8 @@ struct GroupedProduct {
     p.epilogue.finish(state, part, self.thread);
   }
 
-  // Lets the accumulators start with what the epilogue has for them. Returns false if that is
-  // nothing: the sum begins at 0. A bias comes with the tile's first stage, which is waited for.
+  // Initialises the accumulators if the epilogue has initial values; returns false if not, and the
+  // sum starts at 0. A bias arrives with the tile's first stage, which this waits for.
   static __device__ bool start(Params const& p, Sums& acc, Tile const& tile, Cursor const& at,
                                SharedStorage& smem, Self self) {
 #pragma unroll
@@ -178,7 +180,8 @@ struct GroupedProduct {
     return started;
   }
 
-  // A storing epilogue: the stores that its parcel defers overlap with the next tile's products.
+  // The consumer loop of a StoringEpilogue. Stores that its Parcel defers overlap with the next
+  // tile's products.
   static __device__ void consume_storing(Params const& p, SharedStorage& smem, Self self) {
     Sums acc;
     auto& storage = smem.epilogue[self.group];
@@ -187,7 +190,8 @@ struct GroupedProduct {
     QueueEnd tiles;
     Tile tile, following;
     bool more = smem.tiles.take(tiles, tile);
-    // Says that the loop runs, as a do-while would: kernels were measured with the code this gives.
+    // Tells the compiler that the loop runs at least once. The kernels were measured with the
+    // resulting code.
     if (!stores_at_once<Epilogue, C.tile_n>() && !more) return;
     for (; more; tile = following) {
       Tile const part = row_block(tile, self.group);
@@ -201,8 +205,8 @@ struct GroupedProduct {
         Loop::pass(Loop::steps(tile), at, smem, self);
         more = smem.tiles.take(tiles, following);
       }
-      // Stores the rest of the tile before, then begins with this one; after the last tile, stores
-      // the rest of that as well. A loop, so that the code of step() is there only once more.
+      // Drains the previous tile's stores, then begins this tile's; after the last tile, drains
+      // those too. A loop, so that step() is inlined here only once.
       for (bool begun = false;; begun = true) {
         while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
         if (begun) break;
@@ -212,7 +216,7 @@ struct GroupedProduct {
     }
   }
 
-  // A reading epilogue: its matrix comes through the ring after the products.
+  // The consumer loop of a ReadingEpilogue. Its matrix follows the products through the ring.
   static __device__ void consume_reading(Params const& p, SharedStorage& smem, Self self) {
     static_assert(ReadingEpilogue<Epilogue, C.tile_n>);
     Sums acc;
@@ -248,10 +252,10 @@ struct GroupedProduct {
     }
   }
 
-  // A storing epilogue, every other tile per consumer: the epilogue of one overlaps with the
-  // products of the other. A consumer waits for the stages of its tile only once the other has got
-  // the last stage of the tile before: a barrier's parity distinguishes a phase only from its
-  // neighbours, so no thread may wait more than one phase ahead.
+  // The ping-pong consumer loop of a StoringEpilogue: each consumer takes every other tile, so that
+  // one stores while the other multiplies. A consumer may wait for its tile's stages only after the
+  // other has received the last stage of the previous tile: parity distinguishes only adjacent
+  // phases, so no thread may wait more than one phase ahead.
   static __device__ void consume_in_turns(Params const& p, SharedStorage& smem, Self self) {
     static_assert(C.consumers == 2);
     auto& storage = smem.epilogue[self.group];
@@ -268,7 +272,7 @@ struct GroupedProduct {
       smem.turn[self.group].wait(phase);
       bool const started = start(p, acc, tile, at, smem, self);
       phase ^= 1;
-      // Of at most 64 rows the first part is all.
+      // A tile of at most 64 rows has only the first part.
       if (Loop::kSkipsRows && tile.rows <= 64) {
         Loop::template sum<1>(acc, started, at, tile, smem, self, [](int, bool) {});
       } else {
@@ -296,8 +300,8 @@ struct GroupedProduct {
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
 
-  // The scheduler, an idle warp: announces one tile after the other as the queue has room or,
-  // where tiles are claimed, as the loader wants them.
+  // The scheduler, a warp that does not load. Announces a tile whenever the queue has room; where
+  // tiles are claimed, only when the loader requests one.
   static __device__ void schedule(Params const& p, SharedStorage& smem) {
     auto scheduler = scheduler_of(p);
     bool const claims = p.work.taken != nullptr;
@@ -349,8 +353,9 @@ struct GroupedProduct {
   }
 };
 
-// The only __global__ function of the products. nvcc 13.0 emits a host stub that does not compile
-// for a kernel templated on a namespaced struct value, so GemmConfig travels inside Kernel.
+// The entry point of every GroupedProduct and the kernels derived from it. nvcc 13.0 emits a host
+// stub that does not compile for a kernel templated on a struct value whose type is in a namespace,
+// so the kernel type carries its GemmConfig.
 template <class Kernel>
 __global__ __launch_bounds__(Kernel::config.threads(), 1) void run(
     __grid_constant__ typename Kernel::Params const p) {

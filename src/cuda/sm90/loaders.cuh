@@ -1,9 +1,9 @@
-// Loaders: how the producer brings the operands of one 64-deep step to shared memory.
+// Loaders: how the producer fills a stage, one 64-deep step of A and B.
 //
-//   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
-//   GatheredRows   A: rows gathered by an index, 16-byte cp.async by the whole warpgroup
+//   TmaRows        A: contiguous rows, TMA boxes issued by one thread
+//   GatheredRows   A: rows gathered by index, 16-byte cp.async by the whole warpgroup
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
-//                  gathered by an index; rows missing in a group's last step are zeros in A and B
+//                  gathered by index. Rows missing in a group's last step are zeros in A and B
 //
 // Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
@@ -21,22 +21,24 @@ namespace guild::cuda {
 
 static_assert(GemmConfig::tile_k == kBoxColumns);
 
-// What kernel.cuh asks of a loader:
+// What kernel.cuh requires of a loader:
 //
-//   Element              of A, B and their products
-//   Work                 the walk over tiles that fits its operands: RowTiles or InnerTiles
-//   Params, Storage      its kernel arguments; its shared memory, an empty struct for none
-//   kMajorA, kMajorB     how the operands lie in a stage
-//   kThreads             how many threads load: 32 or 128, of the block's first 128
-//   kRegisters           registers of each of the block's first 128 threads. What these leave of
-//                        the 168 that the block has for every thread goes to the consumers
-//   kArrivals            arrivals on `full` per stage, all threads together
-//   kClearsRest          rows of A past the tile's own, up to a multiple of 64, are zeros; else
-//                        whatever memory holds there
-//   begin(tile)          by each of its threads, before the tile's first step
+//   Element              the type of A and B
+//   Work                 the tile walk: RowTiles or InnerTiles
+//   Params, Storage      kernel arguments; the loader's shared memory, an empty struct if none
+//   kMajorA, kMajorB     layout of the operands in a stage
+//   kThreads             loading threads: the first 32 or 128 of the block
+//   kRegisters           registers for each of the block's first 128 threads. All threads start
+//   with
+//                        168; the consumers get what these give up
+//   kArrivals            arrivals on `full` per stage, over all threads
+//   kClearsRest          whether rows of A past the tile's end are zeros, up to a multiple of 64.
+//   If
+//                        not, they may hold anything
+//   begin(tile)          called by each loading thread before the tile's first step
 //   load(tile, step, a, b, full)
-//                        by each of its threads, when the stage is empty: fills its operands a and
-//                        b and sees to the arrivals on `full`, at once or when copies have landed
+//                        called by each loading thread once the stage is empty: fills a and b, and
+//                        arrives on `full` at once or when its copies have landed
 template <class L>
 concept OperandLoader = requires(L loader, Tile const& tile, char* stage, Barrier& full, int i) {
   typename L::Element;
@@ -53,9 +55,9 @@ concept OperandLoader = requires(L loader, Tile const& tile, char* stage, Barrie
   loader.load(tile, i, stage, stage, full);
 };
 
-// Calls load(c, multicast) for each box of B that this block loads: `width` columns from column c
-// of the tile. In a cluster a block loads its part of B and multicasts it to all blocks; where the
-// blocks split the tile by columns (tile.apart), each loads all of its own B.
+// Calls load(c, multicast) for each box of B that this block loads: `width` columns of the tile
+// from column c on. In a cluster each block loads its share of B and multicasts it to all; where
+// the blocks split the tile by columns (tile.apart), each loads all of its own B.
 template <GemmConfig C, int width, class F>
 __device__ inline void for_own_boxes(Tile const& tile, F&& load) {
   constexpr int share = C.tile_n / C.cluster;
@@ -90,10 +92,10 @@ __device__ inline void load_clipped(Multicast, CUtensorMap const& map, char* to,
   }
 }
 
-// Expert weights as B: (E, n, k) K-major or (E, k, n) MN-major. Two maps serve gate | up: as two
-// column halves of the tile (pair_columns) or as two halves of the sum (half_steps). The third
-// coordinate of a map is the expert, or what expert_at has for it: one thread reads that before
-// each load, long before anyone waits for the stage.
+// Expert weights as B: (E, n, k) K-major or (E, k, n) MN-major. Gate and up have a map each: the
+// two column halves of the tile (pair_columns) or the two halves of the sum (half_steps). The maps'
+// third coordinate is the expert or, for matrices at arbitrary addresses, expert_at[expert], which
+// the issuing thread reads before each load; nobody waits for that stage yet.
 template <GemmConfig C, Major major>
 struct WeightLoader {
   CUtensorMap map[2];
@@ -117,8 +119,8 @@ struct WeightLoader {
   }
 };
 
-// Loads the tile's rows of A, columns from k on, in boxes of 64 rows. A box without rows is not
-// loaded: no consumer reads it.
+// Loads the tile's rows of A from column k on, in boxes of 64 rows. Boxes without rows are skipped:
+// no consumer reads them.
 template <GemmConfig C>
 __device__ inline void load_rows(CUtensorMap const& map, int k, int half, Tile const& tile, char* a,
                                  Barrier& full) {
@@ -127,7 +129,7 @@ __device__ inline void load_rows(CUtensorMap const& map, int k, int half, Tile c
     tma_load(map, a + r * kRowBytes, {k, half, tile.row + r}, full);
   }
 }
-// The bytes that load_rows() and WeightLoader bring; a block without rows of a tile needs no B.
+// The bytes that load_rows() and WeightLoader load. A block without rows of a tile needs no B.
 template <GemmConfig C>
 __device__ inline int stage_bytes(Tile const& tile) {
   return tile.rows <= 0 ? 0 : (tile.rows > 64 ? C.a_bytes() : kBlockBytes) + C.b_bytes();
@@ -182,9 +184,9 @@ struct GatheredRows {
   struct Storage {};
   Params const& p;
   int const thread;
-  // Where the rows it copies begin, in units of 16 bytes; kNone past the last row. Between begin()
-  // and step 0, from[0] holds a token index instead, of one of the warp's rows: its load overlaps
-  // the wait for the stage.
+  // Where the rows that this thread copies begin, in units of 16 bytes; kNone past the last row.
+  // Between begin() and step 0, from[0] holds the token index of one of the warp's rows, so that
+  // loading it overlaps with the wait for the stage.
   uint32_t from[kPasses];
 
   __device__ GatheredRows(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
@@ -246,19 +248,19 @@ struct TokenColumns {
   struct Storage {
     int token[kThreads / 32][kTokenBuffers][32];
   };
-  // Tokens are loaded this many steps before they are used. By then the stage of the step that
-  // loaded them has been filled and released again, so all of its copies, the tokens' included,
-  // have landed.
+  // Token indices are loaded this many steps ahead. By the time they are used, the stage of the
+  // step that loaded them has been filled and released, so all of that step's copies, indices
+  // included, have landed.
   static constexpr int kTokensAhead = 4;
   static_assert(kTokensAhead >= C.stages && kTokensAhead / 2 < kTokenBuffers);
 
   Params const& p;
   int const thread;
   uint32_t const tokens;  // shared-memory address of the lane's token in the first buffer
-  // The copy is instruction-bound, five per row. So the addresses of A's rows, in units of 16
-  // bytes, are computed once per pair of steps, by one lane per row: lane l has that of the warp's
-  // row l % 16 in the even (l < 16) or odd step. Tokens are loaded early, and into shared memory:
-  // the compiler would wait for a load to registers at the end of each iteration.
+  // The gather is bound by instruction issue, five per row. So row addresses, in units of 16 bytes,
+  // are computed once per pair of steps, one row per lane: lane l holds that of the warp's row l %
+  // 16 in the even (l < 16) or odd step. Token indices go through shared memory: the compiler would
+  // wait for a load to registers at the end of each iteration.
   uint32_t start;
 
   __device__ TokenColumns(Params const& p, Storage& storage, int thread)
@@ -280,8 +282,8 @@ struct TokenColumns {
   }
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
-    // `left` is always positive. Without it ptxas makes a second loop over the steps, for A without
-    // a gather, and takes the warps of both for diverged.
+    // `left` is always positive, but makes the branch depend on the step. Without it ptxas emits a
+    // second loop for A without a gather, and treats the warps of both loops as diverged.
     int const left = tile.inner - step * C.tile_k;
     bool const a_by_tma = left > 0 && p.row == nullptr;
     if (thread == 0) {

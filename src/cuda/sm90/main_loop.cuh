@@ -1,6 +1,6 @@
-// The consumers' main loop: a tile's sums over the stages of the ring, by wgmma.
+// The consumers' main loop: wgmma over the stages of a tile's sum.
 //
-// In products by row, a consumer without any of its 64 rows of a tile only releases the stages.
+// In products by row, a consumer that has no rows of a tile only releases the stages.
 #pragma once
 #include "cuda/sm90/column_sums.cuh"
 #include "cuda/sm90/cursor.cuh"
@@ -21,17 +21,17 @@ struct MainLoop {
   using Work = typename Loader::Work;
   using Cursor = cuda::Cursor<C.stages, Int>;
 
-  // Whether rows that a tile of at most 64 lacks are not multiplied. Not in weight gradients:
-  // blocks with short tiles run ahead there, and operands that the others still need leave L2,
-  // which costs up to 11 % (docs/measured/experiments.md).
+  // Whether to skip products of rows that a tile of at most 64 rows does not have. Not in weight
+  // gradients: blocks with short tiles run ahead, and operands that others still need are evicted
+  // from L2, which costs up to 11 % (docs/measured/experiments.md).
   static constexpr bool kSkipsRows = !Work::kMayBeEmpty;
 
-  // Where groups split the inner dimension, half of a sum's last step is missing on average. Only
-  // its slices of 16 that exist are multiplied, behind the loop over whole steps: a choice within
-  // that costs more than it saves (docs/measured/experiments.md).
+  // Where groups split the inner dimension, a sum's last step is half empty on average. A separate
+  // loop after the main loop multiplies only the slices of 16 that exist; a branch inside the main
+  // loop costs more than it saves (docs/measured/experiments.md).
   static constexpr bool kRaggedSums = Work::kMayBeEmpty;
 
-  // wgmma is 64 rows high: a consumer's rows of a tile are this many such parts.
+  // wgmma has M = 64: a consumer's rows of a tile are this many parts.
   static constexpr int kParts = C.consumer_rows() / 64;
   using Sums = float[kParts][C.tile_n / 2];
 
@@ -45,11 +45,11 @@ struct MainLoop {
     }
   }
 
-  // Sums the tile over its steps; a stage is released once the next one's products are in flight.
-  // meanwhile(step, takes): runs while each whole step's products are in flight (once if the sum is
-  // empty); `takes` marks the step at which the next tile is to be taken from the queue.
-  // side: sums of each step's A (column_sums.cuh).
-  // parts: how many of its parts of 64 rows the consumer multiplies.
+  // Sums the tile over its steps. A stage is released once the next stage's products are in flight.
+  // meanwhile(step, takes): called while each whole step's products are in flight, once if the sum
+  // is empty; `takes` marks the step at which to take the next tile from the queue. side: sums of
+  // each step's A (column_sums.cuh). parts: how many of the consumer's parts of 64 rows to
+  // multiply.
   template <int parts = kParts, class F, class Side = NoSideSums>
   static __device__ void sum(Sums& acc, bool started, Cursor& at, Tile const& tile, auto& smem,
                              Self self, F&& meanwhile, Side side = {}) {
@@ -66,8 +66,7 @@ struct MainLoop {
         return;
       }
     }
-    // do-while: only if at least one step is certain does the compiler know that products define
-    // the accumulators.
+    // do-while: the compiler must know that at least one step runs and defines the accumulators.
     int const whole = kRaggedSums ? max(tile.inner / C.tile_k, 1) : count;
     int step = 0;
 #pragma unroll 1
@@ -136,8 +135,8 @@ struct MainLoop {
     wgmma_commit();
   }
 
-  // The same for the first `depth` of a stage, added to what the sums hold: whole slices, whose
-  // operands are zeros past `depth`. At least the last slice is in flight when this returns.
+  // The same for the first `depth` of a stage, in whole slices, added to the sums. Operands are
+  // zero past `depth`. The last slice may still be in flight on return.
   template <int parts>
   static __device__ void multiply_rest(Sums& acc, uint32_t a, uint32_t b, int depth) {
 #pragma unroll 1

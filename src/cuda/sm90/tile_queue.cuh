@@ -1,5 +1,6 @@
-// Tile scheduling: one warp finds the block's tiles and passes them to all others through a queue
-// in shared memory. Blocks take every n-th tile (static) or claim tiles from a counter (dynamic).
+// The tile scheduler: one warp finds the block's tiles and passes them to all other warps through a
+// queue in shared memory. A block takes every n-th tile (static) or claims tiles from a counter in
+// global memory (dynamic).
 #pragma once
 #include "cuda/arch/cluster.cuh"
 #include "cuda/warp.cuh"
@@ -8,9 +9,9 @@
 
 namespace guild::cuda {
 
-// Finds the place of a tile by its number in the walk: every `stride`-th one, or those given to
-// go_to(). Works with a whole warp: each lane holds the bounds of one of 32 groups, so that memory
-// is waited for once per 32 groups.
+// Maps tile numbers to tiles: every `stride`-th number, or those passed to go_to(). Runs in a whole
+// warp; each lane holds the bounds of one of 32 groups, so that the warp waits for memory once per
+// 32 groups.
 template <class Work>
 class TileFinder {
  public:
@@ -97,13 +98,13 @@ struct TileQueue {
   static constexpr int kWords = sizeof(Tile) / 4;
   Tile entry[QueueEnd::kEntries];  // expert -1: there are no more
   Barrier ready[QueueEnd::kEntries], free[QueueEnd::kEntries];
-  // With dynamic scheduling in a cluster: the number of the tile that the entry will hold, which
-  // the block of rank 0 broadcasts. The `free` barriers of that block also count one arrival of
-  // each block, which signals that it has read its number.
+  // Dynamic scheduling in a cluster: the number of the tile that the entry will hold, broadcast by
+  // rank 0. Rank 0's `free` barriers also take one arrival from each block, once it has read its
+  // number.
   int number[QueueEnd::kEntries];
   Barrier numbered[QueueEnd::kEntries];
 
-  // told: how many blocks this one broadcasts numbers to, itself included; 0: none.
+  // told: the number of blocks that this one broadcasts numbers to, itself included; 0 if none.
   __device__ void init(int told) {
     for (Barrier& b : ready) b.init(1);
     for (Barrier& b : free) b.init(readers * kWords + told);
@@ -124,7 +125,7 @@ struct TileQueue {
     int const lane = threadIdx.x % 32;
     int const word = lane < kWords ? reinterpret_cast<int const*>(&entry[end.at])[lane] : 0;
     if (lane < kWords) free[end.at].arrive();
-    // Shuffles tell the compiler that all lanes have the same value.
+    // Shuffles make the values uniform for the compiler.
     struct {
       int word[kWords];
     } words;
@@ -143,8 +144,8 @@ class TileScheduler {
   __device__ explicit TileScheduler(Work const& work)
       : finder(work, blockIdx.x / C.cluster, gridDim.x / C.cluster) {}
 
-  // Puts this block's part of the cluster's next tile, which may be empty, into the queue; false
-  // when there are no more.
+  // Queues this block's part, possibly empty, of the cluster's next tile. Returns false if there
+  // are no more tiles; the queue then gets expert -1.
   template <class Queue>
   __device__ bool announce(Queue& queue) {
     queue.wait_for_free(end);
