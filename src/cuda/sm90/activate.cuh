@@ -1,7 +1,7 @@
-// The up projection's epilogue: from the pre-activations H of a tile to A = activation(H).
+// The up projection's epilogue: A = activation(H), H the pre-activations of a tile.
 //
-// The activation is applied to the unrounded sums: to one half of the tile at once, to the other,
-// which is kept in registers, during the next tile's products.
+// The activation is applied to the unrounded sums: to one half of the tile at once, to the other
+// half, which stays in registers, during the next tile's products.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 
@@ -18,8 +18,8 @@ struct Activate {
   StaticPairing<known> pairing;
 
   using Storage = StoreBoxes;
-  // A thread's sums of half a tile, two boxes of H: gate and up for Pairing::halves. The activation
-  // overwrites the first 32 with A, or all 64 without a gate.
+  // A thread's sums of half a tile, which are two boxes of H (gate and up for Pairing::halves). A
+  // overwrites the first 32 sums or, without a gate, all 64.
   using HalfSums = float[64];
 
   __device__ bool has_bias() const { return bias.data != nullptr; }
@@ -134,8 +134,7 @@ struct Activate {
     }
   }
 
-  // The early exit every 16 columns keeps the compiler from interleaving all columns, which would
-  // spill.
+  // Without the early exit every 16 columns, the compiler interleaves all columns and spills.
   __device__ void activate_halves(float* gate, float const* up, int left) const {
     with_static_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
@@ -155,10 +154,10 @@ struct Activate {
     });
   }
 
-  // Part 0 or 1 of up to 128 columns of (gate, up) pairs, of which `left` exist: turns them into
-  // half as many columns of A, in place. Two blocks of 8 columns give one of A, of which the pairs
-  // of a thread make columns q and 4 + q (q = thread % 4), but the fragment's layout wants 2q and
-  // 2q + 1.
+  // Turns part 0 or 1 of up to 128 columns of (gate, up) pairs, of which `left` exist, into half as
+  // many columns of A, in place. Two blocks of 8 columns become one block of A: a thread's pairs
+  // give its columns q and 4 + q (q = thread % 4), but the fragment layout wants columns 2q and 2q
+  // + 1, hence the shuffles.
   __device__ void activate_neighbours(float* pairs, int part, int left, int thread) const {
     int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
     auto const act = with_constants<known>(with_gate(activation, true));

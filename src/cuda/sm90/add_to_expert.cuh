@@ -1,7 +1,7 @@
 // D[e] += A^T B, one matrix per expert, in float32 or 16 bits: a ReadingEpilogue.
 //
-// D comes through the ring of stages while the sums are computed, 64 columns of the tile at a time;
-// the results overwrite it there, and TMA stores them.
+// D arrives through the ring of stages while the sums are computed, 64 columns of the tile per
+// stage. The results overwrite it there and are stored by TMA.
 #pragma once
 #include "cuda/arch/cluster.cuh"
 #include "cuda/sm90/column_sums.cuh"
@@ -30,8 +30,8 @@ struct AddToExpert {
   struct Storage {};
   struct State {};
 
-  // Blocks that split a tile by columns count the units of the first block's, so that their rings
-  // of stages stay in step. Nothing is added where a group has no rows.
+  // Blocks that split a tile by columns all return the first block's number, so that their rings
+  // stay in step. A group without rows adds nothing.
   __device__ int units(Tile const& tile) const {
     if (tile.inner == 0) return 0;
     int const first = tile.apart ? tile.col - cluster_rank() * kScoreColumns : tile.col;

@@ -1,14 +1,14 @@
-// The down gradient's epilogue: from g = dO W2 and the pre-activations H of the same tile to
+// The down gradient's epilogue. From g = dO W2 and the pre-activations H of the same tile:
 //
-//   dH = d activation(s g, H),  A' = s A,  dS: the sum of g A, one part per tile of columns
+//   dH = d activation(s g, H),  A' = s A,  dS: row sums of g A, one part per column tile
 //
-// For bias gradients it also makes sums of columns over 64 rows each, by wgmma (column_sums.cuh).
-// Those of dH read the stage from which dH is then stored. Those of s dO read the product's operand
-// A, step by step; as all tiles beside each other have the same rows of dO, only the first column
-// of tiles makes them. Another kernel adds up the sums of 64 rows (rows/bias_sums.cu).
+// For bias gradients it also computes column sums over 64 rows each, by wgmma (column_sums.cuh).
+// Those of dH read the stage from which dH is then stored. Those of s dO read the operand A, step
+// by step. All tiles in a row of tiles have the same rows of dO, so only those in the first column
+// compute them. A second kernel adds up the sums over 64 rows (rows/bias_sums.cu).
 //
-// H comes through the ring of stages, 64 columns of the tile at a time, and dH overwrites it there.
-// SonicMoE, arXiv:2512.14080, section 3.2.
+// H arrives through the ring of stages, 64 columns of the tile at a time, and dH overwrites it
+// there. SonicMoE, arXiv:2512.14080, section 3.2.
 #pragma once
 #include "cuda/arch/cluster.cuh"
 #include "cuda/sm90/column_sums.cuh"
@@ -36,7 +36,8 @@ struct DownGradientEpilogue {
   ActivationOf<float> activation;
   StaticPairing<known> pairing;
 
-  // Copies of a unit's code: only swiglu's is short enough for the instruction cache if unrolled.
+  // Unroll factor of the loop over units. Only SwiGLU's code fits the instruction cache when
+  // unrolled.
   static constexpr int kCopies = known == StaticActivation::swiglu ? kScoreColumns / 64 : 1;
   static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
 
@@ -48,8 +49,8 @@ struct DownGradientEpilogue {
     float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
   };
 
-  // How many units of 64 columns the tile has. Blocks that split a tile by columns count those of
-  // the first block's, so that their rings of stages stay in step.
+  // Units of 64 columns in the tile. Blocks that split a tile by columns all return the first
+  // block's number, so that their rings stay in step.
   __device__ int units(Tile const& tile) const {
     int const first = tile.apart ? tile.col - cluster_rank() * kScoreColumns : tile.col;
     return min((columns() - first + 63) / 64, kScoreColumns / 64);
@@ -183,8 +184,8 @@ struct DownGradientEpilogue {
     return {(pairing == Pairing::alternate ? 2 * col : col) + 64 * i, 0, tile.row};
   }
 
-  // Replaces 64 columns of g by A', and H in the boxes by dH; `left` columns exist. The early exits
-  // every 8 or 16 columns keep the compiler from interleaving all columns, which would spill.
+  // Replaces 64 columns of g by A', and H in the boxes by dH; `left` columns exist. Without the
+  // early exits every 8 or 16 columns, the compiler interleaves all columns and spills.
   __device__ void differentiate(float* g, char* boxes, State& rows, int left, int thread) const {
     with_static_family<known>(activation, [&](auto family) {
       if (pairing == Pairing::alternate) {

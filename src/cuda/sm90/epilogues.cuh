@@ -1,15 +1,16 @@
-// Epilogues: what a consumer warpgroup makes of a tile's sums, one struct per fused output.
+// Epilogues: what a consumer warpgroup does with a tile's sums, one struct per fused output.
 //
-// kernel.cuh takes two kinds, each with a loop of its own:
+// kernel.cuh has a consumer loop for each of two kinds:
 //
-//   StoringEpilogue   results depend on the sums alone; some of the stores are deferred and overlap
-//                     with the next tile's products (this file, activate.cuh)
-//   ReadingEpilogue   reads a matrix of the tile's size, which the producer loads through the ring
-//                     of stages (down_gradient.cuh)
+//   StoringEpilogue   results depend on the sums alone; some stores are deferred and overlap with
+//   the
+//                     next tile's products (this file, activate.cuh)
+//   ReadingEpilogue   also reads a matrix of the tile's size, which the producer loads through the
+//                     ring of stages (down_gradient.cuh)
 //
-// All threads of the consumer warpgroup call every function below together, unless said otherwise.
-// thread: 0 .. 127 in it. rows: its own 64 rows of the tile, see row_block(); there may be none,
-// that is rows.rows <= 0.
+// Unless noted, all threads of the consumer warpgroup call each function together. thread: 0 .. 127
+// within it. rows: the warpgroup's own 64 rows of the tile, see row_block(); it has none if
+// rows.rows <= 0.
 #pragma once
 #include <concepts>
 
@@ -18,19 +19,20 @@
 
 namespace guild::cuda {
 
-// What both kinds have: Storage, the shared memory of one consumer warpgroup, an empty struct for
-// none; and either start() or load_bias().
+// Common to both kinds: Storage, the shared memory of one consumer warpgroup (an empty struct if
+// none), and either start() or load_bias().
 //
 //   start<n>(sums, tile, thread)
-//                    before the tile's first product: may fill the accumulators, as with a bias;
-//                    false: it has not, and the first product overwrites them. tile: all its rows
+//                    before the tile's first product: may initialise the accumulators. If it
+//                    returns false, it has not, and the first product overwrites them. tile: with
+//                    all its rows
 template <class E, int n>
 concept StartsSums = requires(E const& e, float (&sums)[n / 2], Tile const& tile, int thread) {
   { e.template start<n>(sums, tile, thread) } -> std::same_as<bool>;
 };
 //   has_bias()       whether sums start with a bias, which arrives with the tile's first stage
 //   load_bias<n>(tile, to, full)
-//                    by one thread of the producer, if there is one: announces and issues the loads
+//                    if has_bias(), called by one producer thread: announces and issues the loads
 //                    of the bias of the tile's n columns
 template <class E, int n>
 concept LoadsBias = requires(E const& e, Tile const& tile, char* to, Barrier& full) {
@@ -40,18 +42,18 @@ concept LoadsBias = requires(E const& e, Tile const& tile, char* to, Barrier& fu
 template <class E, int n>
 concept TileEpilogue = (StartsSums<E, n> || LoadsBias<E, n>) && requires { typename E::Storage; };
 
-// The tile that is being stored, a variable of each thread:
+// Per-thread state of the tile being stored:
 //
-//   kMostSteps       the most calls of step() for one tile; 0: begin() stores everything
+//   kMostSteps       at most this many calls of step() per tile; 0: begin() stores everything
 //   begin(epilogue, sums, storage, rows, thread)
-//                    after the tile's last product, with nothing left of the tile before: stores a
-//                    part of the sums and copies the rest to registers of its own, since the next
+//                    after the tile's last product, once the previous tile is fully stored: stores
+//                    a part of the sums and copies the rest to registers of its own, since the next
 //                    tile's products overwrite `sums`
-//   left()           whether there is a rest
+//   left()           whether anything remains to be stored
 //   step(epilogue, storage, thread)
-//                    stores the next piece of the rest. Called once per whole step of the next
-//                    tile's sum while its products are in flight, and after the sum until nothing
-//                    is left. A piece should take less than a step of the sum, some 1,000 cycles
+//                    stores the next piece. Called once per whole step of the next tile's sum while
+//                    products are in flight, then until nothing is left. A piece should take less
+//                    time than a step of the sum, some 1,000 cycles
 template <class P, class E, int n>
 concept DeferredStores = requires(P parcel, E const& e, float const (&sums)[n / 2],
                                   typename E::Storage& storage, Tile const& rows, int thread) {
@@ -73,29 +75,29 @@ constexpr bool stores_at_once() {
   return false;
 }
 
-// A unit is the part of the matrix read that belongs to 64 columns of the tile. For each tile, in
+// A unit is the part of the matrix read that belongs to 64 columns of the tile. Called per tile, in
 // this order:
 //
-//   units(tile)      how many units follow the tile's products through the ring; the producer and
-//                    the consumers ask, and must get the same answer
+//   units(tile)      how many units follow the tile's products through the ring. Producer and
+//                    consumers both call it and must get the same answer
 //   load(tile, unit, to, full)
-//                    by one thread of the producer: announces and issues the loads of a unit to
-//                    `to`, the B operand of a stage
+//                    by one producer thread: announces and issues the loads of a unit to `to`, a
+//                    stage's B operand
 //   begin(state, rows, thread)
-//                    before the first product. State: a thread's values of one tile, in registers
+//                    before the first product. State: a thread's values for one tile, in registers
 //   wants_side_sums(rows), side_sums(storage, rows, rest, thread)
-//                    whether A's columns are summed beside the products, and what does that
-//                    (ScoreSums, column_sums.cuh). rest: from which row on A holds no data of the
-//                    tile and may hold anything; 64: nowhere
+//                    whether to sum A's columns beside the products, and the object that does so
+//                    (ScoreSums, column_sums.cuh). rest: the first row of A that may hold anything
+//                    because it is not the tile's; 64 if there is none
 //   store_unit(sums, a, b, state, rows, unit, thread, storer, storage)
-//                    when the unit has landed in b, and rows.rows > 0: makes results of it and of
+//                    when the unit has landed in b, if rows.rows > 0: computes results from it and
 //                    the unit's 32 sums. a, b: the consumer's 64 rows of the stage's operands, both
-//                    free to hold results; thread `storer` issues all TMA stores as one group
+//                    free for results. Thread `storer` issues all TMA stores as one group
 //   finish(state, rows, thread)
 //                    after the last unit, if rows.rows > 0
 //
-// prepare(storage, thread) is called once, before the first tile; kCopies is the factor by which
-// the loop over units is unrolled, and so the number of copies of store_unit()'s code.
+// prepare(storage, thread) is called once, before the first tile. kCopies: the unroll factor of the
+// loop over units, that is, the number of copies of store_unit()'s code.
 template <class E>
 concept LoadsUnits = requires(E const& e, char* stage, Barrier& full, Tile const& tile, int i) {
   { e.units(tile) } -> std::same_as<int>;
@@ -116,8 +118,9 @@ concept ReadingEpilogue =
       e.finish(state, tile, i);
     };
 
-// Stores a tile of n columns in two halves: the first at once, the second, packed to T, during the
-// next tile's products. E::put(word, half, ...) writes a half to its boxes and stores them.
+// Stores a tile of n columns in two halves: the first at once; the second is packed to T and stored
+// during the next tile's products. E::put(word, half, ...) writes a half to its boxes and stores
+// it.
 template <class T, int n, class E>
 class TwoHalves {
  public:
@@ -200,7 +203,7 @@ struct StoreRows {
 };
 
 // The same, or one matrix per expert, for results that TMA cannot store: float32, strides that are
-// no multiple of 16 bytes, or added to what is there.
+// not multiples of 16 bytes, or accumulation into D.
 template <class T>
 struct StoreDirect {
   DirectOutput d;

@@ -1,5 +1,5 @@
-// The matrices of weight gradients, one per group: how the host passes them to the kernels, and the
-// epilogue of those that are written in float32.
+// Weight gradients, one matrix per group: how the host passes them to the kernels, and the epilogue
+// that stores them in float32.
 #pragma once
 #include <cstdint>
 
@@ -13,8 +13,8 @@ namespace guild::cuda {
 // The dimension in which a matrix is contiguous.
 enum class Along { columns, rows };
 
-// One float32 matrix per group: contiguous along columns, which come in pairs of 8 bytes, or along
-// rows. A warp touches whole sectors of 32 bytes either way.
+// One float32 matrix per group, contiguous along columns (stored in pairs, 8 bytes) or along rows.
+// A warp writes whole 32-byte sectors either way.
 template <Along along>
 struct StoreFloats {
   DirectOutput d;

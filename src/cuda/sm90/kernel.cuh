@@ -300,8 +300,8 @@ struct GroupedProduct {
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
 
-  // The scheduler, a warp that does not load. Announces a tile whenever the queue has room; where
-  // tiles are claimed, only when the loader requests one.
+  // The scheduler, a warp that does not load. Announces tiles as the queue has room; where tiles
+  // are claimed, each after the first when the loader requests it.
   static __device__ void schedule(Params const& p, SharedStorage& smem) {
     auto scheduler = scheduler_of(p);
     bool const claims = p.work.taken != nullptr;

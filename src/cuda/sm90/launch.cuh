@@ -24,11 +24,11 @@ CUtensorMap row_map(ConstRows rows, int64_t count, int64_t columns, int halves, 
                     {columns, halves, count, half_stride, stride, kBoxColumns, 1, box_rows}, name);
 }
 
-// Rows in boxes of 64 x 64 x 1 x 1 that can end before 64 rows; ClippedCoordinate (arch/copy.cuh)
-// says how they are addressed. A step of the last dimension is 2^34 bytes less one row. So its
-// coordinate kClip stands for 2^64 bytes, where addresses wrap, less kClip rows, and the map's base
-// is the matrix itself. It must be: for a box wholly past the columns TMA touches the base, and
-// faults where no memory is. Triton's ragged descriptors wrap in the same way.
+// Rows in boxes of 64 x 64 x 1 x 1 that can stop before 64 rows; for their coordinates see
+// ClippedCoordinate (arch/copy.cuh). The stride of the last dimension is 2^34 bytes less one row,
+// so its coordinate kClip adds 2^64 bytes, which wrap to 0, less kClip rows. The map's base is the
+// matrix itself, as it must be: for a box wholly past the columns TMA touches the base and faults
+// if no memory is there. Triton's ragged descriptors wrap in the same way.
 template <class T>
 CUtensorMap clipped_map(ConstRows rows, int64_t count, int64_t columns, char const* name) {
   int64_t const stride = row_stride(rows, columns);
@@ -47,8 +47,8 @@ CUtensorMap clipped_map(ConstRows rows, int64_t count, int64_t columns, char con
                     name);
 }
 
-// RowOutput's map, with boxes of `box_rows`. Its base lies 64 rows before the matrix, as RowOutput
-// describes; store() addresses the tile's own rows only.
+// RowOutput's map, with boxes of `box_rows`. Its base lies 64 rows before the matrix, see
+// RowOutput; store() addresses only the tile's own rows.
 template <class T>
 CUtensorMap output_map(Rows const& rows, int64_t count, int64_t columns, int halves, int box_rows,
                        char const* name) {
@@ -76,7 +76,7 @@ RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, c
   return out;
 }
 
-// How many experts' matrices a map of them spans. With expert_at, a matrix may be at any place.
+// The number of matrices that a map spans. With expert_at, a matrix may lie anywhere.
 template <class W>
 int64_t places(W const& w, int64_t experts) {
   return w.expert_at == nullptr ? experts : INT32_MAX;
@@ -129,7 +129,7 @@ void call_with_config(F&& f) {
 }
 
 // Calls f.template operator()<config>() with the config that choose_config() expects to be fastest,
-// or with the one that a test forces.
+// or the one forced by a test.
 template <Product product, class F>
 void with_config(TileCount const& count, F&& f) {
   bool const forced = forced_config >= 0 && kConfigs[forced_config].serves(product);
@@ -193,10 +193,10 @@ int64_t most_tiles(int64_t rows, RowTiles const& work) {
   return most_tiles<C>(rows, work.groups.groups, int64_t(work.across) * work.tile_n, work.tile_n);
 }
 
-// Whether tiles are claimed (dynamic scheduling). Clusters then work on neighbouring tiles at the
-// same time and find each other's operands in L2; with static scheduling they drift apart. With few
-// waves tiles are not claimed, since clearing a counter can take 2 us; but next to other kernels
-// they are, since blocks start at different times.
+// Whether tiles are claimed (dynamic scheduling) rather than dealt out (static). Claiming keeps
+// clusters on neighbouring tiles, which find each other's operands in L2; statically scheduled
+// clusters drift apart. With few waves tiles are not claimed, since clearing a counter can take 2
+// us, unless other kernels run concurrently, where blocks start at different times.
 inline bool claims_tiles(Queue const& queue, int64_t tiles, int clusters) {
   constexpr int kFewWaves = 4;
   return tiles > (queue.shared ? 1 : kFewWaves) * clusters;

@@ -1,5 +1,5 @@
-// Results stored from registers, without shared memory and TMA; biases, with which sums start; and
-// what epilogues know about the activation at compile time.
+// Stores straight from registers, without shared memory and TMA; biases as initial values of sums;
+// the part of the activation that is known at compile time.
 #pragma once
 #include <type_traits>
 
@@ -10,10 +10,10 @@
 
 namespace guild::cuda {
 
-// Stores 64 x n sums, `valid` rows of them, at (group, row, col) of matrices with these strides. A
-// Value is what an instruction moves for a thread: one element or, as float2, two neighbours of a
-// row. Where sums are added to what is there, kAtATime Values are read before the first is written:
-// a round trip to memory for each would take longer than the tile's sums.
+// Stores 64 x n sums, of which `valid` rows exist, at (group, row, col) of matrices with these
+// strides. Value: what one instruction moves, a single element or, as float2, two neighbours in a
+// row. When accumulating, kAtATime Values are read before the first is written: a round trip to
+// memory for each would take longer than the tile's sums.
 template <class Value, int n, int kAtATime = 16>
 __device__ inline void store_values(DirectOutput const& out, int64_t row_stride, int64_t col_stride,
                                     float const (&acc)[n / 2], int group, int row, int col,
@@ -78,8 +78,9 @@ struct Bias {
     return true;
   }
 
-  // One thread: announces and loads `count` columns from `col` on, and from element `first` + col
-  // of the expert's bias. Its rows, `first`, `col` and `count` are multiples of 16 bytes.
+  // One thread: announces and issues the load of `count` elements of the expert's bias, from
+  // element `first` + `col` on. Rows of the bias, `first`, `col` and `count` are multiples of 16
+  // bytes.
   __device__ void load(char* to, int expert, int first, int col, int count, Barrier& full) const {
     full.expect(count * sizeof(T));
     T const* const from = data + expert * stride + first + col;
@@ -103,8 +104,8 @@ struct Bias {
   }
 };
 
-// Fills a fragment of n columns with the bias that load_bias() brought. Columns that do not exist
-// get what was there before.
+// Fills a fragment of n columns with the bias that load_bias() loaded. Columns that do not exist
+// get whatever shared memory held before.
 template <class T, int n>
 __device__ inline void fill_from(char const* bias, float (&value)[n / 2], int thread) {
   auto const word = reinterpret_cast<uint32_t const*>(bias) + thread % 4;
@@ -116,8 +117,8 @@ __device__ inline void fill_from(char const* bias, float (&value)[n / 2], int th
   }
 }
 
-// The activation as far as it is known when a kernel is compiled. Code for all activations in all
-// orders costs the up projection 4 to 7 % of its cycles even if only one of them runs.
+// What is known about the activation at compile time. A kernel with code for all activations and
+// column orders loses 4 to 7 % of the up projection's cycles, even though it runs only one of them.
 enum class StaticActivation : int {
   any,
   swiglu,   // what most models use: x * sigmoid(x) * up, Pairing::halves

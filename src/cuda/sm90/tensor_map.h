@@ -13,7 +13,8 @@ struct MapShape {
   int64_t w = 0, w_stride = 0;  // a fourth dimension where w > 0; boxes are 1 deep there
 };
 CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& shape, char const* name);
-// The same for what is read once: the L2 cache fetches no more of a row than the box has.
+// The same for data that is read once: L2 promotes requests to 128 bytes, as wide as the box, not
+// to 256.
 CUtensorMap streamed_map(void const* data, DType dtype, MapShape const& shape, char const* name);
 
 }  // namespace guild::cuda

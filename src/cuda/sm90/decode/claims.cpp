@@ -21,11 +21,11 @@ struct HashOfKey {
 
 }  // namespace
 
-// A launch cannot clear its counter itself: its first blocks would claim before the last one has
-// begun. So every launch leaves its counter at 0, which requires memory that nothing else writes,
-// and two launches that run at the same time, in eager calls or in graphs, need two counters. The
-// addresses of their results distinguish such launches. Two that write parts of one result, on
-// streams side by side, are distinguished by their queues' counters.
+// A launch cannot clear its own counter: its first blocks would claim before its last block has
+// begun. So every launch leaves its counter at 0, in memory that nothing else writes, and launches
+// that may run concurrently, in eager calls or in graphs, need counters of their own. The address
+// of the result identifies a launch; launches on concurrent streams that write parts of one result
+// are told apart by their queues' counters.
 int claims_of(void const* out, Queue const& queue) {
   static std::mutex mutex;
   static std::unordered_map<Key, int, HashOfKey> counter_of;

@@ -1,11 +1,11 @@
-// The numbers of a block's tiles: every n-th, or claimed from a counter.
+// The numbers of a block's tiles: every n-th (static) or claimed from a counter (dynamic).
 #pragma once
 #include "cuda/sm90/decode/claims.h"
 
 namespace guild::cuda::sm90 {
 
-// Dynamic scheduling: how many tiles a launch's blocks have claimed besides each one's first. 0
-// before a launch and after it: the block that gets the last number resets it.
+// Dynamic scheduling: the number of tiles claimed by a launch's blocks, not counting each block's
+// first. It is 0 before and after a launch: the block that gets the last number resets it.
 [[maybe_unused]] static __device__ int32_t claimed[kClaimCounters];
 
 // The first tile's number, and then claimed ones or every n-th. Called by a whole warp.
@@ -23,8 +23,8 @@ struct TileNumbers {
   }
   __device__ void answer() { now = __shfl_sync(~0u, after, 0); }
 
-  // Called when there is no tile of this number. As many blocks find that as have had a first tile,
-  // so that there are as many claims as tiles.
+  // Called when there is no tile with this number. Each block that had a first tile fails exactly
+  // once, so there are as many claims as tiles, which identifies the last claim.
   __device__ void fail(int tiles) const {
     if (claims >= 0 && now == int(gridDim.x) + tiles - 1) claimed[claims] = 0;
   }

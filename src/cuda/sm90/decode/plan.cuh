@@ -1,5 +1,5 @@
-// Which experts have rows and where these begin, found by every block for itself: from the offsets
-// of a sort, or from the slots' ids, which saves the launch of the sort where slots are few.
+// The plan: which experts have rows, and where these begin. Every block finds it by itself, from a
+// sort's offsets or, where slots are few, from their ids, which saves the launch of a sort.
 #pragma once
 #include "cuda/alignment.h"
 #include "cuda/arch/barrier.cuh"
@@ -16,9 +16,9 @@ struct PlanArgs {
   bool writes;    // whether one block writes the sort's outputs
 };
 
-// What a block makes its plan from, as far as it is known when a kernel is compiled: a kernel that
-// can do less is shorter, and all of its instructions come from memory where layers follow each
-// other (docs/measured/few_tokens.md).
+// What a block makes its plan from, if known at compile time. A kernel that handles fewer cases is
+// shorter, which matters because between layers all of its instructions are fetched from memory
+// again (docs/measured/few_tokens.md).
 enum class PlanFrom {
   any,             // offsets or slots
   offsets,         // of a sort
@@ -31,7 +31,7 @@ constexpr bool chooses(PlanFrom from) { return from >= PlanFrom::softmax_choice;
 
 // Threads of the block that builds the plan, all of which call its functions together.
 inline constexpr int kPlanThreads = 192, kPlanLanes = 32, kPlanWarps = kPlanThreads / kPlanLanes;
-// Up to this many slots are sorted by every warp for itself, which compares all pairs.
+// Up to this many slots, every warp sorts by itself, by comparing all pairs.
 inline constexpr int kMostSlotsInWarp = 16;
 
 // The experts that have rows: groups.
@@ -58,8 +58,8 @@ struct alignas(16) Planner {
   union {
     int end[kMostRouted + 1];
     OfWarp by_warp[kPlanWarps];  // where each warp sorts the slots for itself
-    // Where the block sorts them: for each expert, a byte for each of the four warps with slots,
-    // first how many of the warp's slots are the expert's, then the first row of these.
+    // Where the block sorts them: for each expert, one byte for each of the four warps that have
+    // slots. It counts the warp's slots of that expert, then becomes the first row of these.
     unsigned bytes[kMostRouted];
   };
   union {
@@ -174,8 +174,8 @@ struct alignas(16) Planner {
     }
   }
 
-  // Counts each expert's slots in each warp, one byte per warp, so that the ranks are stable, and
-  // adds up over experts. Serves any number of slots up to kMostSlotsInBlock.
+  // Counting sort of up to kMostSlotsInBlock slots: counts each expert's slots per warp, in one
+  // byte for each warp, so that ranks are stable, then scans over the experts.
   __device__ Plan sort_in_block(Sort const& x) {
     int const slots = int(x.tokens * x.top_k), experts = int(x.experts), slot = threadIdx.x;
     int const warp = warp_index(), lane = threadIdx.x % 32;
@@ -242,7 +242,7 @@ struct alignas(16) Planner {
     int const begin = of.start(e);
     return of.end(e, begin) > begin;
   }
-  // From L2: the preceding kernel may have just written it, while this one was starting.
+  // Loads from L2: the preceding kernel may have written it while this one was already running.
   static __device__ int id_of(Sort const& x, int slot) {
     int64_t const e = x.ids_are_int64 ? __ldcg(static_cast<long long const*>(x.ids) + slot)
                                       : __ldcg(static_cast<int32_t const*>(x.ids) + slot);

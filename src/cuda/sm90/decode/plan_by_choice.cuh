@@ -1,5 +1,5 @@
-// The plan of a single token whose experts every block of the up projection chooses for itself,
-// from the router's product. That saves a launch, which would take longer than the repeated choice.
+// The plan for a single token, whose experts every block of the up projection chooses by itself
+// from the router's product. That saves a launch, which would take longer than the redundant work.
 #pragma once
 #include <cstddef>
 
@@ -20,13 +20,13 @@ __device__ inline void prefetch_biases(Route const& route) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + first));
 }
 
-// From layer to layer no instruction stays in a multiprocessor's caches, and fetching them one by
-// one takes longer than choosing. So a block that has to wait for the router's product
-// rehearses: it executes the same instructions on made-up logits and discards the result.
+// Instruction caches are cold at each layer, and fetching instructions one by one takes longer than
+// the choice itself. So a block that has to wait for the router's product rehearses: it executes
+// the same instructions on made-up logits and discards the result.
 
-// The choice of a token's experts and the plan made from it, in the same memory. sort_in_warp()
-// overwrites nothing that RouteOfToken::write() reads, so a warp can still write the choice while
-// others make their plans.
+// The choice of a token's experts and the plan made from it share memory. sort_in_warp() overwrites
+// nothing that RouteOfToken::write() reads, so one warp can still write out the choice while others
+// make their plans.
 union ChoiceAndPlan {
   Planner planner;
   struct {
@@ -38,9 +38,9 @@ union ChoiceAndPlan {
   static_assert(offsetof(Planner, row_of) >= kRead);
 };
 
-// Called by the whole block. Waits for the previous kernel, except in a rehearsal. A consumer warp
-// of the last block writes ids and scores before it lets the next kernel start, which may read them
-// before it waits; the block's other warps go on meanwhile.
+// Called by the whole block. Waits for the preceding kernel, except in a rehearsal. Warp 0 of the
+// last block writes ids and scores before it lets the next kernel start, since that may read them
+// before it waits; the block's other warps carry on meanwhile.
 template <Ranking ranking>
 __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sort,
                                       ChoiceAndPlan& memory, bool rehearses) {

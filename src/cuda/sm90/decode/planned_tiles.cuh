@@ -1,4 +1,4 @@
-// The tiles of a plan's groups, found by their numbers.
+// Maps tile numbers to the tiles of a plan's groups.
 #pragma once
 #include <type_traits>
 
@@ -11,7 +11,7 @@ namespace guild::cuda::sm90 {
 // Tiles of shared experts come first, then those of the groups. Used by a whole warp.
 template <DecodeShape S, PlanFrom from>
 class PlannedTiles {
-  // Among few groups it takes less code to look at one after the other than to use a TileFinder.
+  // For few groups, a linear search takes less code than a TileFinder.
   static constexpr bool kFewGroups = from >= PlanFrom::few_slots;
 
  public:
@@ -61,8 +61,8 @@ class PlannedTiles {
   }
 
  private:
-  // Whether no group has a tile below another, so that there is nothing to search. The experts that
-  // a token chooses differ.
+  // Whether every group has a single row of tiles, so that no search is needed. A token's chosen
+  // experts are distinct, so each has one row.
   __device__ bool in_row() const { return chooses(from) || (S.tokens == 8 && plan.flat); }
   __device__ bool find_in_row(int number, Tile& tile) const {
     int const group = unsigned(number) / unsigned(work.across);

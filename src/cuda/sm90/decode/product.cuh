@@ -1,19 +1,18 @@
-// A grouped product for few tokens: bound by reading each weight once, from memory.
+// A grouped product for few tokens, bound by reading each weight once from memory.
 //
-// Operands are swapped: 64 rows of a weight are wgmma's M, the rows of X are its N, 8 to 64 of
-// them. A block has a warp that streams weights through a deep ring of stages without ever waiting
-// for a tile to end, one that adds the rows of X, and one warpgroup that multiplies and stores. K
-// is summed in order by one accumulator, in slices of 16, so that results have the bits of
-// sm90/kernel.cuh.
+// Operands are swapped: 64 rows of a weight are wgmma's M, 8 to 64 rows of X its N. Per block, one
+// producer warp streams weights through a deep ring that continues across tiles, one loads rows of
+// X, and one consumer warpgroup multiplies and stores. One accumulator sums K in order, in slices
+// of 16, so results are bitwise those of sm90/kernel.cuh.
 //
-// Shared experts, which have all tokens' rows, are computed in the same launch: their tiles come
+// Shared experts, which process every token, are computed in the same launch; their tiles come
 // first.
 //
 //   warps 0 .. 3   consumers
-//   warp 4         weights, by TMA; finds the block's tiles and passes them on through a queue
-//   warp 5         rows of X, gathered by cp.async, or by TMA where they lie packed
+//   warp 4         loads weights by TMA; finds the block's tiles and queues them for the others
+//   warp 5         loads rows of X: a gather by cp.async or, where they are packed, TMA
 //
-// A single warp for both could not issue instructions as fast as memory delivers.
+// A single producer warp could not issue instructions as fast as memory delivers.
 //
 // Swapped operands: DeepGEMM, vLLM (docs/papers.md).
 #pragma once
@@ -110,7 +109,8 @@ struct DecodeProduct {
     return reinterpret_cast<Stage*>(memory);
   }
 
-  // So the next kernel may rely, before it waits, on all kernels before this one being complete.
+  // In this order, all kernels before this one are complete when the next one starts, and that one
+  // may rely on this before it waits.
   static __device__ void start_in_turn() {
     wait_for_previous();
     let_next_start();
@@ -175,13 +175,13 @@ struct DecodeProduct {
              {64 * (index * S.steps() + step), 0, tile.row + 8 * box}, full);
   }
 
-  // The next tile is claimed and then found when this many stages of a tile are left: claiming it
-  // and looking up its rows each wait for memory.
+  // The next tile is claimed, then looked up, when this many stages of the current one are left:
+  // both wait for memory.
   static constexpr int kAskedAhead = 5, kFoundAhead = 3;
   static __device__ int found_at(int count) { return max(0, count - kFoundAhead); }
 
-  // The warp that loads weights. It announces the block's tiles, the next one a little ahead. In a
-  // rehearsal it gets as far as the first stage, and neither loads nor announces anything.
+  // The weight-loading warp. Announces the block's tiles, each a little ahead. A rehearsal
+  // (plan_by_choice.cuh) stops at the first stage and neither loads nor announces anything.
   static __device__ void load(Params const& p, SharedStorage& smem, Plan const& plan,
                               bool rehearses) {
     Ring& ring = smem.ring;
@@ -198,7 +198,7 @@ struct DecodeProduct {
       tile = next;
       int const count = stages_of(p, tile);
       int asks_at = max(0, count - kAskedAhead), finds_at = found_at(count);
-      // Claims wait for the kernel before: first the ring is filled.
+      // Claiming must wait for the preceding kernel, so fill the ring first.
       if (waits) asks_at = finds_at = max(finds_at, min(count, ring_stages(p)) - 1);
       for (int i = 0; i < count; ++i, at.advance()) {
         ring.empty[at.stage].wait(at.phase ^ 1);

@@ -1,4 +1,5 @@
-// The ring of stages that weights and rows of X pass through, and the sum of a tile over K.
+// The pipeline of the few-token kernels: a ring of stages for weights and rows of X, and the main
+// loop.
 #pragma once
 #include "cuda/arch/copy.cuh"
 #include "cuda/arch/l2.cuh"
@@ -8,12 +9,12 @@
 
 namespace guild::cuda::sm90 {
 
-// Blocks that share a multiprocessor, of one product or of two: the next product fills its ring
-// while this one ends.
+// Resident blocks per SM, of one product or of two: the next product fills its rings while this one
+// drains.
 inline constexpr int kAtOnce = 2;
 
-// tokens: most rows of X of a tile. rows: of the weight, 128 at most. A stage holds as many steps,
-// each 64 deep, as fit in `staged` rows altogether.
+// tokens: the most rows of X in a tile. rows: rows of the weight in a tile, at most 128. A stage
+// holds as many 64-deep steps as fit into `staged` rows of weights.
 struct DecodeShape {
   int tokens, rows, staged = 128;
 
@@ -27,10 +28,10 @@ struct DecodeShape {
 
 inline constexpr int kConsumerWarps = 4;
 
-// Rows that are loaded for a tile. Products of other rows are ignored.
+// Rows of X that are loaded for a tile: a multiple of 8. Results for other rows are ignored.
 __device__ inline int loaded_rows(Tile const& tile) { return (tile.rows + 7) / 8 * 8; }
 
-// Loads a box that is read once: what other kernels left in L2 stays there.
+// Loads a box that is read once. policy: evict_first(), which keeps other kernels' data in L2.
 __device__ inline void tma_load_once(CUtensorMap const& map, void* to, Coordinate at, Barrier& done,
                                      uint64_t policy) {
   asm volatile(
@@ -57,12 +58,12 @@ __device__ inline void tma_load_stage(CUtensorMap const& map, void* to, StageCoo
       : "memory");
 }
 
-// wgmma reads 64 rows at a time. Where a tile has fewer, it reads into what comes next, and those
-// results are ignored. Past the last stage it reads up to this many bytes.
+// wgmma reads 64 rows at a time. Where a tile has fewer, it reads what follows in shared memory,
+// and those results are ignored. It reads up to this many bytes past the last stage.
 constexpr int read_after(DecodeShape s) { return s.parts() * kBlockBytes - s.step_bytes(); }
 
-// The same where a stage comes by group_map(): the distance of groups of eight rows is that of all
-// steps.
+// The same for stages loaded by group_map(), where consecutive groups of eight rows lie all of a
+// stage's steps apart.
 constexpr int group_bytes(DecodeShape s) { return s.steps() * 8 * kRowBytes; }
 constexpr int read_after_groups(DecodeShape s) {
   return std::max(0, s.parts() * 8 * group_bytes(s) - s.stage_bytes());
@@ -127,8 +128,8 @@ struct Ring {
   template <class T, DecodeShape S, Major major, int width, bool grouped = false>
   __device__ void sum(float (&acc)[S.parts()][width / 2], bool started, Stage* first,
                       RingCursor& at, int count) {
-    // Whether consumers free a stage before they wait for the next. Otherwise one stage less is in
-    // flight, but short products overlap.
+    // Whether consumers release a stage before they wait for the next one. If not, one stage less
+    // is in flight, but short products overlap.
     constexpr bool kFreesAtOnce = width < 64;
     constexpr int step_a = kSliceBytes<major> / 16, step_b = kSliceBytes<Major::K> / 16;
     constexpr int apart = grouped ? group_bytes(S) : 8 * kRowBytes;

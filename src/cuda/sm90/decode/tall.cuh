@@ -1,21 +1,21 @@
 // A grouped product for tens to hundreds of rows per expert, where reading weights takes about as
 // long as multiplying.
 //
-// As in product.cuh, weights are wgmma's M and rows of X its N. Here a tile has up to 152 rows of
-// X, so that an expert's weights are read once or a few times, and only existing rows are
-// multiplied, rounded up to thirty-twos. It serves few experts with many rows as well as many with
-// few, which the host cannot tell apart. K is summed in order by one accumulator: results have the
-// bits of sm90/kernel.cuh.
+// As in product.cuh, weights are wgmma's M and rows of X its N. A tile has up to 152 rows of X,
+// rounded up to a multiple of 32 or to 152, so that an expert's weights are read once or a few
+// times and little padding is multiplied. It serves few experts with many rows as well as many
+// experts with few, which the host cannot tell apart. One accumulator sums K in order: results are
+// bitwise those of sm90/kernel.cuh.
 //
-//   warp 0          weights, by TMA; finds the block's tiles and passes them on through a queue
-//   warps 1 .. 3    rows of X, gathered by cp.async, or by TMA where they lie packed
-//   warps 4 .. 11   consumers: two warpgroups, with 64 rows of each part of weights each
+//   warp 0          loads weights by TMA; finds the block's tiles and queues them for the others
+//   warps 1 .. 3    load rows of X: a gather by cp.async or, where they are packed, TMA (warp 1)
+//   warps 4 .. 11   consumers: two warpgroups, each with 64 rows of each part of the weights
 //
-// A stage has two pieces of 128 rows of weights by 64 of K: side by side in a broad tile, two steps
-// of K in a narrow one. One thread block fills a multiprocessor.
+// A stage has two pieces of 128 rows of weights x 64 of K: side by side in a broad tile, two steps
+// of K in a narrow one. There is one thread block per SM.
 //
-// Besides memory, L2's throughput bounds it: a broad tile of r rows reads r / 256 bytes of X for
-// each byte of weights.
+// Besides memory bandwidth, L2 bandwidth limits it: per byte of weights, a broad tile of r rows
+// reads r / 256 bytes of X.
 #pragma once
 #include "cuda/alignment.h"
 #include "cuda/arch/dependent_launch.cuh"
@@ -62,7 +62,7 @@ __device__ inline void mma_rows(float (&acc)[kPartSums], uint32_t a, uint32_t b,
   }(std::make_index_sequence<n / 2>{});
 }
 
-// Loads eights of rows: eights_map() of stage_map.h.
+// Loads groups of eight rows: eights_map() in stage_map.h.
 __device__ inline void tma_load_eights(CUtensorMap const& map, void* to, int k, int eight,
                                        int expert, Barrier& done, uint64_t policy) {
   asm volatile(
@@ -130,7 +130,7 @@ struct TallProduct {
     }
   }
 
-  // The next tile is claimed and then found when this many stages of a tile are left.
+  // The next tile is claimed, then looked up, when this many stages of the current one are left.
   static constexpr int kAskedAhead = 5, kFoundAhead = 3;
 
   static __device__ void load_weights(Params const& p, Stage& stage, Barrier& full,
@@ -145,7 +145,7 @@ struct TallProduct {
     }
   }
 
-  // The warp that loads weights. It announces the block's tiles, the next one a little ahead.
+  // The weight-loading warp. Announces the block's tiles, each a little ahead.
   static __device__ void load(Params const& p, SharedStorage& smem) {
     bool const leads = threadIdx.x % 32 == 0;
     uint64_t const policy = evict_first();
@@ -166,7 +166,7 @@ struct TallProduct {
       tile = next;
       int const count = stages_of(p, tile), e = placed(p.expert_at, tile.expert);
       int asks_at = max(0, count - kAskedAhead), finds_at = max(0, count - kFoundAhead);
-      // Claims wait for the kernel before: first the ring is filled.
+      // Claiming must wait for the preceding kernel, so fill the ring first.
       if (waits) asks_at = finds_at = max(finds_at, min(count, kStages) - 1);
       for (int i = 0; i < count; ++i, at.advance()) {
         smem.empty[at.stage].wait(at.phase ^ 1);
@@ -183,7 +183,7 @@ struct TallProduct {
         number = __shfl_sync(~0u, after, 0);
         finder.go_to(number);
         more = finder.next(next);
-        // As many blocks find no tile as have had a first one: as many claims as tiles.
+        // Each block that had a first tile fails exactly once: there are as many claims as tiles.
         if (!more && p.claims >= 0 && number == int(gridDim.x) + finder.count() - 1) {
           tall_claimed[p.claims] = 0;
         }
@@ -192,8 +192,8 @@ struct TallProduct {
     }
   }
 
-  // Three warps that gather rows of X. Each has every third group of eight rows, of which a lane
-  // copies an eighth of two rows.
+  // The three gathering warps. Each takes every third group of eight rows; a lane copies 16 bytes,
+  // an eighth of a step's row, of two rows in each group.
   static __device__ void gather(Params const& p, SharedStorage& smem) {
     if (p.early) wait_for_previous();
     int const warp = warp_index() - 1, lane = threadIdx.x % 32;
@@ -236,7 +236,7 @@ struct TallProduct {
     }
   }
 
-  // One warp: where rows of X lie packed. In boxes of 32 rows, then of 8.
+  // One warp, where rows of X are packed: boxes of 32 rows, then of 8.
   static __device__ void load_rows(Params const& p, SharedStorage& smem) {
     if (p.early) wait_for_previous();
     int const lane = threadIdx.x % 32;

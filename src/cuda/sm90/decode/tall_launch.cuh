@@ -11,7 +11,8 @@
 
 namespace guild::cuda::sm90 {
 
-// Rows of weights in eights: of gate and up, which alternate, or of one matrix. n: of a part.
+// Rows of weights in groups of eight: alternating between gate and up, or of one matrix. n: rows of
+// one part.
 template <class T>
 CUtensorMap tall_weights(ConstWeight const& first, ConstWeight const& second, int64_t experts,
                          int64_t n, int64_t k, Pairing pairing, char const* name) {
@@ -31,8 +32,9 @@ CUtensorMap tall_weights(ConstWeight const& first, ConstWeight const& second, in
                     name);
 }
 
-// Up to how many rows a group takes narrow tiles. Where tiles are few, narrow and broad ones end at
-// different times, so most groups should have the same kind. Measured on an H200, docs/measured/.
+// The most rows for which a group gets narrow tiles. Where tiles are few, narrow and broad ones
+// finish at different times, so most groups should have the same kind. Measured on an H200,
+// docs/measured/.
 inline int narrow_up_to(int64_t rows, int64_t groups, int64_t columns, int part_columns) {
   constexpr int64_t kMany = 1500, kLow = 48;
   bool const many = groups * ceil_div(columns, 2 * part_columns) > kMany;

@@ -1,9 +1,8 @@
-// The epilogue of a tall tile: columns of D or of A = activation(H), transposed in shared memory
-// and stored by TMA, 64 rows at a time.
+// The epilogue of a tall tile: columns of D, or of A = activation(H), transposed through shared
+// memory and stored by TMA, 64 rows at a time.
 //
-// A tile has one or two parts of 128 rows of weights; each of two warpgroups has 64 rows of each.
-// Where they are pairs of gate and up, eights of both alternate, so that a thread has both for its
-// columns.
+// A tile has one or two parts of 128 rows of weights, of which each of the two warpgroups has 64.
+// Gate and up alternate in groups of eight rows, so that a thread holds both for its columns.
 #pragma once
 #include "cuda/arch/l2.cuh"
 #include "cuda/sm90/decode/tall_tiles.h"
@@ -11,8 +10,8 @@
 
 namespace guild::cuda::sm90 {
 
-// A thread's sums: of each part of weights a fragment, with weights as its rows and up to 152
-// columns, rows of X.
+// A thread's sums: for each part of weights a fragment whose rows are weight rows and whose
+// columns, up to 152, are rows of X.
 inline constexpr int kPartSums = kTallRows / 2;
 using TallSums = float[2][kPartSums];
 
@@ -58,8 +57,8 @@ struct TallResults {
     return true;
   }
 
-  // Stores 64 rows of a part at a time, from a copy of their sums, so that the code exists only
-  // once. turn: the box that pairs are to use next.
+  // Stores 64 rows of a part at a time, from a copy of their sums, so that the code is emitted
+  // once. turn: which box the next pairs use.
   __device__ void store(TallSums const& acc, Tile const& tile, bool broad, Storage& storage,
                         int& turn, int group, int thread) const {
     float sum[32];

@@ -5,14 +5,14 @@
 
 namespace guild::cuda::sm90 {
 
-// Most rows of X of a tile; of a narrow one; and of a tile where a group takes more than two, and
-// so is bound by its products, which are fastest with this many.
+// The most rows of X in a tile; in a narrow tile; and in a tile of a group that needs more than two
+// tiles and so is bound by its products, which are fastest with this many rows.
 inline constexpr int kTallRows = 152, kNarrowRows = 64, kFastRows = 128;
 
-// Groups split the rows of D. A group's rows are shared evenly by as few rows of tiles as hold
-// them, so that weights are read as rarely as possible and no tile is left with a few rows. Groups
-// of many rows have broad tiles, of twice as many columns, which read rows of X half as often;
-// others have narrow ones, of which there are more to share among the blocks.
+// Groups split the rows of D. A group's rows are divided evenly among as few row tiles as hold
+// them: weights are read as rarely as possible, and no tile is nearly empty. Groups of many rows
+// get broad tiles of twice as many columns, which halves the reads of X; others get narrow ones,
+// which are more numerous and balance better over the blocks.
 struct TallTiles {
   Groups groups;
   int tile_n, columns;  // tile_n: columns of a narrow tile
