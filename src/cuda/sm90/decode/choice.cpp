@@ -1,4 +1,4 @@
-// When the products for few tokens are expected to be faster.
+// When the few-token kernels are expected to be faster than the general ones.
 #include "cuda/alignment.h"
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/forced_config.h"
@@ -10,12 +10,12 @@ namespace {
 // Measured on an H200 over the presets of `guild bench` and 1 to 4,096 tokens (docs/measured/).
 // Up to this many rows per expert on average, these products are faster.
 constexpr int64_t kFewRows = 28;
-// Up to this many where experts are small: the other kernels' tiles are larger, and so is the time
-// that they lose around them.
+// Up to this many where experts are small: the other kernels have larger tiles and lose more time
+// before and after them.
 constexpr int64_t kMoreRows = 40, kSmallBytes = 32 << 20;
 
-// Above this many tokens, and up to this many rows per expert on average, tall tiles are as fast or
-// faster, however few the experts are that all rows go to.
+// Above this many tokens and up to this many rows per expert on average, tall tiles are at least as
+// fast, even if all rows go to a few experts.
 constexpr int64_t kTallTokens = 64, kTallRowsEach = 160;
 
 // Whatever the size of the experts.

@@ -1,6 +1,5 @@
-// Products for few tokens, bound by reading weights: product.cuh. Where the host expects them to be
-// faster than those of sm90/kernel.cuh, up_product() and row_product() call them; the results have
-// the same bits.
+// Products for few tokens, bound by reading weights (product.cuh). up_product() and row_product()
+// call them where they are expected to be faster than sm90/kernel.cuh; results are bitwise equal.
 #pragma once
 #include "cuda/products.h"
 #include "cuda/token_sum.h"

@@ -63,8 +63,9 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kBlocksAtOnce) dec
   Product::run(p);
 }
 
-// Launches as many blocks as `tiles`, an upper bound, can occupy at the same time; of clusters all,
-// which have a tile each. allowed: of this kernel, shared_memory.h. most: bytes of any launch.
+// Launches as many blocks as are resident at a time, at most `tiles`, an upper bound on their
+// number; of clusters all, since each has a single tile. allowed: the kernel's own
+// (shared_memory.h). most: the most shared memory of any launch, in bytes.
 template <class Params>
 void launch_few(void (*kernel)(Params), AllowedOn& allowed, int most, int bytes,
                 Params const& params, int64_t tiles, int blocks_at_once, Queue const& queue,
@@ -109,10 +110,10 @@ inline PlanFrom plan_from(Sort const* sort) {
   return sort->tokens * sort->top_k <= kMostSlotsInWarp ? PlanFrom::few_slots : PlanFrom::slots;
 }
 
-// Calls f.template operator()<most rows of a tile>(): no expert is expected to have more than
-// `most` of all `rows`. Small tiles keep more weights in flight and are worth it as long as few
-// experts need several, which read their weights again, from L2. The limits in rows per expert were
-// measured on an H200, docs/measured/.
+// Calls f.template operator()<most rows of a tile>(), given that no expert is expected to have more
+// than `most` of the `rows`. Small tiles keep more weights in flight. They pay off as long as few
+// experts need several of them, since each tile reads the weights again, from L2. The limits in
+// rows per expert were measured on an H200, docs/measured/.
 template <class F>
 void with_tokens(int64_t most, int64_t rows, int64_t experts, F&& f) {
   // A tile of 64 rows costs up to 1 % more, but holds all rows of an expert if none has more.

@@ -1,6 +1,6 @@
-// The epilogue where weights are wgmma's M: a thread holds rows of the weight, that is, columns of
-// the results, for two tokens in every eight. Results are transposed in shared memory and stored by
-// rows.
+// The epilogue where weights are wgmma's M: a thread holds weight rows, that is, columns of the
+// results, for two of every eight tokens. Results are transposed through shared memory and stored
+// by row.
 #pragma once
 #include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/outputs.cuh"
@@ -130,7 +130,8 @@ struct DecodeResults {
     }
   }
 
-  // Where the sum of up lies that belongs to a thread's i-th sum, which may be of gate or of up.
+  // Where to find the sum of up that belongs to a thread's i-th sum, which may itself be gate or
+  // up.
   static __device__ int up_row(int i) { return kByWarps ? i : i / 4 * 2 + i % 2; }
   static __device__ int up_place(int i) {
     if constexpr (kByWarps) return threadIdx.x % (2 * kHalf);
@@ -157,11 +158,11 @@ struct DecodeResults {
     consumers_barrier();
   }
 
-  // Even weight rows are of gate, each followed by its row of up. A lane has the sums of rows q and
-  // q + 8, q = lane / 4: if q is even both are of gate, and the lane four further on has those of
-  // up. The two lanes swap one sum each, after which either has a pair: the lane of even q has
-  // given row q + 8 away and has rows q and q + 1, the lane of odd q has given row q away and has
-  // rows q + 7 and q + 8. What becomes of the pair is put where the sum of row q was.
+  // Even weight rows are gate, each followed by its row of up. A lane has the sums of rows q and q
+  // + 8, q = lane / 4. For even q both are gate, and the lane four above has the matching up rows.
+  // The two lanes exchange one sum each, and each then holds a pair: the lane of even q gives away
+  // row q + 8 and gets rows q and q + 1; the lane of odd q gives away row q and gets rows q + 7 and
+  // q + 8. The result goes where the sum of row q was.
   template <Family family, int count>
   __device__ void activate_neighbours(float (&acc)[parts][count], int rows) const {
     auto const act = with_gate(with_constants<known>(activation), true);

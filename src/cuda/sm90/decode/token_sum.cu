@@ -1,4 +1,5 @@
-// The down projection of few tokens together with their experts' sum: when it serves, its launch.
+// Host side of the down projection fused with the sum over experts: when it applies, and its
+// launch.
 #include <bit>
 
 #include "cuda/sm90/decode/decode.h"
@@ -69,8 +70,8 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
              p.across * p.cluster, at_once, queue, p.cluster);
 }
 
-// Whether most multiprocessors get one block and none a second. A block then has a multiprocessor's
-// shared memory to itself, for a ring that holds twice as much before A is there.
+// Whether most SMs get one block and none a second. A block then has the SM's shared memory to
+// itself, for a ring that holds twice as much before A is ready.
 bool have_one_each(int64_t blocks, Queue const& queue) {
   int64_t const most = multiprocessors(queue);
   return blocks <= most && 3 * blocks >= 2 * most;
@@ -101,8 +102,8 @@ void with_terms(int64_t terms, int64_t columns, Queue const& queue, F&& f) {
   }
 }
 
-// Whether tiles of eight columns keep all blocks busy until the end, or nearly so: otherwise the
-// sums of several tokens take longer (docs/measured/).
+// Whether tiles of eight columns keep (nearly) all blocks busy until the end. If not, the fused sum
+// of several tokens is slower (docs/measured/).
 bool fill_evenly(int64_t columns, Queue const& queue) {
   if (forced_decode == 1) return true;
   int64_t const tiles = ceil_div(columns, 8), blocks = kAtOnce * multiprocessors(queue);

@@ -1,20 +1,20 @@
-// The down projection of one or a few tokens together with the sum over each one's experts, which
+// The down projection of one or a few tokens, fused with the sum over each token's experts, which
 // saves the launch of combine:
 //
 //   O = residual + sum over k of score[k] * (A[row of k] W[expert of k]^T + bias)
 //
-// Shared experts as wide as the others count as one more expert of a single token; their results
+// For a single token, shared experts as wide as the others count as one more expert; their results
 // are the residual.
 //
-// The experts share wgmma's M: `width` rows of the weight of each lie side by side in a tile, which
-// takes them in passes, as many at a time as a stage holds. Its N is all rows of A of a pass, of
-// which an expert needs its own; its results for the others are ignored. So a tile holds a few
-// columns of all experts' results, and adds them up as combine does: rounded to T, in fp32, k
+// The experts share wgmma's M: a tile has `width` rows of each expert's weight, side by side, and
+// takes them in passes of as many experts as a stage holds. N is all rows of A of a pass; each
+// expert needs only its own, and its results for the others are ignored. A tile thus has a few
+// columns of all experts' results and adds them up as combine does: rounded to T, in fp32, k
 // ascending.
 //
-// Of transposed weights a tile has 64 columns, whose 128 bytes are a line of L2: narrower boxes
-// would load more slowly (docs/measured/). A cluster of blocks shares such a tile, of one token:
-// each block has a pass, with some of the experts, and sends its results to the first block, which
+// With transposed weights a tile has 64 columns, 128 bytes: a full L2 line, since narrower boxes
+// load more slowly (docs/measured/). A cluster of blocks shares such a tile, for one token: each
+// block takes one pass, with some of the experts, and sends its results to the first block, which
 // adds them up.
 #pragma once
 #include "cuda/arch/cluster.cuh"
@@ -25,11 +25,12 @@
 
 namespace guild::cuda::sm90 {
 
-// Slots of all tokens, with shared experts, at most: in passes of 32 rows, of 8 or 16.
+// The most slots of all tokens, shared experts included: in passes of 32 rows; in those of 8 or 16,
+// as many as the pass has rows.
 inline constexpr int kMostSummedSlots = 40;
 
-// Rows of an expert's weight in a tile, at most: the most slots that a shape is meant for fill a
-// stage.
+// The most rows of an expert's weight in a tile: with them, the most slots that a shape is meant
+// for fill a stage.
 constexpr int most_width(DecodeShape s, int at_once, Major major) {
   if (major == Major::MN) return 64;
   return s.tokens > 8 ? 8 : s.rows == 32 || at_once == 1 ? 32 : 16;
@@ -109,12 +110,13 @@ struct TokenSumKernel {
       std::max(int(sizeof(SharedStorage)), int(sizeof(Stage)) * kStages + read_after_groups(S));
   static_assert(kBytes <= 226 * 1024 / at_once, "too many stages");
 
-  // Some of the plan's groups, after which the shared experts come, and the rows of A of these.
+  // A pass: a range of groups, counting the plan's first and then the shared experts, and their
+  // rows of A.
   struct Pass {
     int tile, first, last, row, rows;
   };
-  // Calls f(Pass) for all passes of a block. Groups of a pass have more rows than S.tokens only if
-  // a token names an expert twice; the pass is then repeated for the next of these rows.
+  // Calls f(Pass) for all passes of a block. The groups of a pass have more than S.tokens rows only
+  // if a token names an expert twice; the pass is then repeated for the remaining rows.
   template <class F>
   static __device__ void for_each_pass(Params const& p, Plan const& plan, F&& f) {
     int const groups = plan.count + p.shared;
@@ -231,7 +233,7 @@ struct TokenSumKernel {
     });
   }
 
-  // What a thread has of a pass: which group's sums each half holds.
+  // The group whose sums each half of a thread's fragment holds.
   struct Own {
     int group[kHalves], col[kHalves];  // of the tile
     Rows rows[kHalves];                // of the group, counted from the pass's first

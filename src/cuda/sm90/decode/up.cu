@@ -28,18 +28,19 @@ int64_t tiles_of(UpProduct const& x, int rows) {
   return experts * ceil_div(outputs * x.n, rows) + ceil_div(outputs * x.shared.n, rows);
 }
 
-// Blocks that share a multiprocessor. Two hide the ends of each other's tiles; one has a ring twice
-// as long and reads weights a little faster. On an H200 (docs/measured/), one is faster
+// Resident blocks per SM. Two hide the ends of each other's tiles; one has a ring twice as long and
+// reads weights a little faster. On an H200 (docs/measured/), one is faster
 //
-//   - in tiles of 64 rows, where experts have few rows of X each;
-//   - in tiles of 32 rows, where these are long;
-//   - where rows have medium length and tiles are few, so that pairs of blocks would crowd on some
-//     multiprocessors, or slightly more than two blocks each can take at once, so that a few blocks
-//     would end late, with a second tile;
+//   - with tiles of 64 rows, where experts have few rows of X each;
+//   - with tiles of 32 rows, where these are long;
+//   - where rows are of medium length and tiles are few: two per SM would crowd on some SMs.
+//   Likewise
+//     where there are slightly more tiles than two blocks per SM take at once: a few blocks would
+//     end late, with a second tile;
 //   - for gpt-oss's own layout.
 //
 // Blocks that choose a token's experts all begin at the same time and crowd less; the longer the
-// choice, the more one of two gains from the other's rehearsal.
+// choice takes, the more the second block of an SM gains from the first one's rehearsal.
 template <DecodeShape shape, Major major, StaticActivation known>
 int blocks_at_once(UpProduct const& x, Queue const& queue) {
   constexpr int64_t kLongRow = 3072, kMediumRow = 2048, kFewRowsEach = 3;
@@ -58,10 +59,10 @@ int blocks_at_once(UpProduct const& x, Queue const& queue) {
   return x.k > kLongRow || (is_medium && unhidden) ? 1 : kAtOnce;
 }
 
-// The first blocks of a launch that rehearse their choice: those that find room while the router's
-// product runs. On its multiprocessor, a block of the product leaves room for one of two blocks,
-// which then rehearses for both, or for none. Half of the latter still have time to rehearse a
-// short choice before the last block of the product ends (docs/measured/).
+// How many blocks of a launch, the first ones, rehearse their choice: those that become resident
+// while the router's product still runs. An SM that runs a block of the product has room for one of
+// two blocks, which then rehearses for both, or for none. Of the blocks that start late, half still
+// have time to rehearse a short choice before the product's last block ends (docs/measured/).
 int rehearsing_blocks(TokenChoice const& choice, int at_once, Queue const& queue) {
   bool const is_short = choice.route.experts <= kShortChoice;
   int64_t const late = at_once == 1 && is_short ? choice.blocks / 2 : choice.blocks;
@@ -122,8 +123,8 @@ void launch_with_ring(UpProduct const& x, int blocks, Queue const& queue) {
   launch_decode<Product>(p, most_decode_tiles(p, x.groups.groups, shape.tokens), blocks, queue);
 }
 
-// Kernels that choose a token's experts are compiled for each length of the ring, which saves up to
-// 0.8 us (docs/measured/).
+// Kernels that choose a token's experts are compiled for each ring length, which saves up to 0.8 us
+// (docs/measured/).
 template <class T, Major major, bool gathered, DecodeShape shape, PlanFrom from,
           StaticActivation known>
 void launch_up(UpProduct const& x, Queue const& queue) {

@@ -1,11 +1,11 @@
-// The weight gradients' product of FP8 chunks (guild/float8_chunks.h): kernel.cuh's tiles and warp
-// roles, with one step per chunk.
+// The weight gradients of FP8 chunks (guild/float8_chunks.h): kernel.cuh's tiles and warp roles,
+// one chunk per step.
 //
-// A stage holds one chunk of both operands, 128 rows deep and K-major as they lie in memory, so
-// every box is whole. Its products of 64 x 128 go to 64 separate registers and are added to the
-// tile's sums, times the product of the two blocks' scales: one factor for all of them.
+// A stage holds one chunk of both operands, 128 rows deep and K-major, as in memory, so every box
+// is whole. Its 64 x 128 products accumulate in 64 separate registers and are added to the tile's
+// sums, scaled by the product of the two blocks' scales, one factor for all of them.
 //
-// TMA sees two codes as one element of two bytes.
+// TMA sees two codes as one two-byte element.
 #pragma once
 #include "cuda/sm90/float8/store_at_once.cuh"
 #include "cuda/sm90/float8/warp_rows.cuh"
@@ -14,8 +14,8 @@
 
 namespace guild::cuda {
 
-// Groups split chunks; a tile's inner_row is the slot of its group's first one, and `inner` counts
-// pairs of codes.
+// Groups split the sum into chunks. A tile's inner_row is the slot of its group's first chunk;
+// `inner` counts pairs of codes.
 struct ChunkTiles : InnerTiles {
   GUILD_HD Tile at(int index, int group, int begin, int end) const {
     Tile tile = InnerTiles::at(index, group, begin, end);
@@ -75,9 +75,9 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
   static_assert(kWaves <= 2);
   using Wave = float[64];
 
-  // The scales of one step: A's, and that of a wave's block of B, where even lanes have the first
-  // wave's and odd lanes the second's. A value that is the same for all lanes would go to a uniform
-  // register, for which ptxas waits before the step's products are issued.
+  // The scales of one step: A's, and that of a wave's block of B, the first wave's in even lanes
+  // and the second's in odd lanes. A value that all lanes load from one address would go to a
+  // uniform register, and ptxas waits for it before it issues the step's products.
   struct StepScales {
     float a, b;
   };
@@ -129,10 +129,9 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
     for (int i = 0; i < 64; ++i) sums[i] = fmaf(wave[i], factor, sums[i]);
   }
 
-  // Sums the first `waves` times 128 columns of the tile over its `count` chunks, at least one.
-  // Scales are loaded two steps ahead. A last chunk that is not full is added after the loop:
-  // within it, a variable number of slices would make ptxas wait for each product of full chunks
-  // too.
+  // Sums the first `waves` x 128 columns of the tile over its `count` chunks, at least one. Scales
+  // are loaded two steps ahead. A partial last chunk is added after the loop: a variable number of
+  // slices inside it would make ptxas wait for each product of full chunks too.
   template <int waves>
   static __device__ void sum(Params const& p, int count, float (&sums)[C.tile_n / 2], Cursor& at,
                              Tile const& tile, SharedStorage& smem, Self self) {

@@ -1,5 +1,5 @@
-// H of a tile as a down gradient reads it, 64 columns at a time: in 16 bits, or codes with scales
-// by row. The gradients of up, in float32, take its place in shared memory.
+// H of a tile as the down gradient reads it, 64 columns at a time: in 16 bits, or as codes with
+// scales by row. The gradients of up, in float32, replace it in shared memory.
 #pragma once
 #include <cuda_fp8.h>
 

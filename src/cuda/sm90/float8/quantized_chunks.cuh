@@ -1,8 +1,8 @@
-// Results as FP8 chunks (guild/float8_chunks.h), made where they are quantised by row: a tile's 128
-// rows are a chunk, of which each of the two consumers has 64.
+// Writes results as FP8 chunks (guild/float8_chunks.h) next to their quantisation by row: a tile's
+// 128 rows are one chunk, 64 per consumer.
 //
-// A chunk's scale follows from its largest value, so the consumers' warps exchange theirs. A
-// consumer writes its half of each column: 64 bytes.
+// A chunk's scale follows from its largest magnitude, so the consumers' warps exchange theirs. Each
+// consumer writes its half of every column, 64 bytes.
 #pragma once
 #include "cuda/float8/rescale.cuh"
 #include "cuda/sm90/float8/chunk_map.h"
@@ -27,8 +27,8 @@ struct ChunkOutput {
   }
 };
 
-// Bits of the largest absolute values of a block of gate, up and A': they compare as the values do,
-// with NaN above all.
+// Bits of the largest magnitudes in a block of gate, up and A'. As integers they order like the
+// values, with NaN above all.
 struct Magnitudes {
   uint32_t gate, up, a;
 };
@@ -121,9 +121,9 @@ __device__ inline void clear_absent(CodeWords& codes, Tile const& tile, int thre
   }
 }
 
-// A transposed ("turned") box: 128 columns of 64 bytes, two in 128 bytes, in TMA's 64-byte swizzle.
-// A warp's rows are a piece of 16 bytes; neither columns nor pieces of one column have bank
-// conflicts.
+// A transposed ("turned") box: 128 columns of 64 bytes, two per 128-byte line, in TMA's 64-byte
+// swizzle. Each warp's rows are a piece of 16 bytes. Accesses along columns and along pieces are
+// free of bank conflicts.
 __device__ inline uint32_t piece_address(uint32_t box, int column, int piece) {
   int const line = column / 2;
   return box + line * 128 + (column % 2 * 4 + (piece ^ line % 4)) * 16;

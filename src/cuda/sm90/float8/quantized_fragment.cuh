@@ -1,5 +1,5 @@
-// Quantisation of results in registers: 64 rows x 128 columns of a fragment (fragment.cuh). Each
-// row is one block with one scale, shared by the four threads of a quad.
+// Quantises results in registers: fragments (fragment.cuh) of 64 rows x 128 columns. Each row is
+// one block with one scale, shared by the four threads of a quad.
 #pragma once
 #include <cuda_fp8.h>
 

@@ -1,14 +1,14 @@
-// Scales on their way to the warps that multiply by them.
+// Prefetches scales to shared memory for the warps that multiply by them.
 #pragma once
 #include "cuda/arch/copy.cuh"
 
 namespace guild::cuda {
 
-// A warp's `count` scales of each step, each copied to shared memory by a lane of its own, two
-// steps ahead of their use. Two steps ahead in registers would not help: docs/kernel.md, "A load in
-// flight at a loop's back edge".
+// A warp's `count` scales per step, one lane each, copied to shared memory two steps ahead of use.
+// Prefetching to registers would not help: docs/kernel.md, "A load in flight at a loop's back
+// edge".
 //
-// Each tile needs begin(), then ready() and advance() once a step, called by whole warps.
+// Whole warps call begin() for each tile, then ready() and advance() once per step.
 template <int count>
 struct ScaleCopies {
   static constexpr int kSlots = 3;

@@ -1,8 +1,8 @@
-// The up projection's epilogue with quantised results: from the pre-activations H of a tile, gate
-// and up of 128 columns or, without a gate, 256 columns, to the codes and scales of activation(H).
+// The up projection's epilogue with quantised results: activation(H) as codes and scales, from a
+// tile's pre-activations H: gate and up of 128 columns or, without a gate, 256 columns.
 //
-// A scale of A covers a tile's columns, or half of them, so that a quad knows a row's largest
-// value. H is stored from the same registers first, rounded or quantised itself.
+// A scale of A covers all or half of a tile's columns, so a quad can find a row's largest value by
+// itself. H is stored first, from the same registers, rounded or quantised.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 #include "cuda/sm90/float8/quantized_fragment.cuh"

@@ -1,12 +1,11 @@
-// The down gradient's epilogue with quantised results: from g = dO W2 and the pre-activations H of
-// the same tile to
+// The down gradient's epilogue with quantised results. From g = dO W2 and the pre-activations H of
+// the same tile:
 //
-//   dH = d activation(s g, H) as codes and scales,  dS: the sum of g A, one part per tile of
-//   columns
+//   dH = d activation(s g, H) as codes and scales,  dS: row sums of g A, one part per column tile
 //
-// and the operands of the weight gradients: dH and A' = s A rounded, or chunks of both. H comes
-// through the ring of stages, in 16 bits or as codes, in units of 64 columns of the tile; two units
-// are the columns of one scale.
+// and the operands of the weight gradients: dH and A' = s A in 16 bits, or chunks of both. H
+// arrives through the ring of stages, in 16 bits or as codes, in units of 64 columns of the tile;
+// two units share one scale.
 #pragma once
 #include "cuda/arch/cluster.cuh"
 #include "cuda/sm90/epilogues.cuh"
@@ -59,8 +58,8 @@ struct ScaledDownGradientEpilogue {
     return false;
   }
 
-  // How many units of 64 columns the tile has. Blocks that split a tile by columns count those of
-  // the first block's, so that their rings of stages stay in step.
+  // Units of 64 columns in the tile. Blocks that split a tile by columns all return the first
+  // block's number, so that their rings stay in step.
   __device__ int units(Tile const& tile) const {
     int const first = tile.apart ? tile.col - cluster_rank() * kScoreColumns : tile.col;
     return min((columns - first + 63) / 64, kScoreColumns / 64);
@@ -102,8 +101,8 @@ struct ScaledDownGradientEpilogue {
     }
   }
 
-  // Turns the 32 sums g of a unit into the gradients of gate, leaves its A' in a box of T and the
-  // gradients of up where H was, in float32: 64 registers more would spill.
+  // Turns a unit's 32 sums g into the gradients of gate. Leaves A' in a box of T and the gradients
+  // of up, in float32, in place of H: keeping them in 64 more registers would spill.
   __device__ void read_unit(float* g, uint32_t stage, State& rows, Tile const& tile, int unit,
                             int thread, StoreBoxes const& boxes) const {
     int const col = tile.col + 64 * unit, left = columns - col;
@@ -120,9 +119,9 @@ struct ScaledDownGradientEpilogue {
     if (a.present && left > 0) a.store(box, tile, col, 0, thread);
   }
 
-  // Stores the gradients of the two units from `unit` on, and A' as a chunk. Where there is one
-  // unit only, the sums of the second are zeros, or NaN where the first one's are. What was written
-  // to the stages then comes before what TMA writes there next.
+  // Stores the gradients of the two units from `unit` on, and A' as a chunk. If there is only one
+  // unit, the sums of the second are zeros, or NaN where the first one's are. Fences generic writes
+  // to the stages before TMA refills them.
   __device__ void store_units(float const* gate, State const& rows, Stages const& stages,
                               Tile const& tile, int unit, int thread, StoreBoxes const& boxes,
                               ChunkShare const& share, Ahead const& ahead) const {
@@ -223,8 +222,8 @@ struct ScaledDownGradientEpilogue {
     return begin / int(kScaleBlock) + tile.expert + (tile.row - begin) / int(kScaleBlock);
   }
 
-  // Turned boxes of gate and up lie in unused parts of the stages, that of A' where all of the
-  // consumer's warps have read the gradients of up.
+  // Transposed boxes of gate and up lie in unused parts of the stages; that of A' lies where the
+  // gradients of up were, once all of the consumer's warps have read them.
   __device__ void store_chunks(CodeWords& of_gate, CodeWords& of_up, RowScales<2> const& rows,
                                Stages const& stages, Tile const& tile, int slot, int col,
                                int thread, StoreBoxes const& boxes, ChunkShare const& share) const {
@@ -279,7 +278,7 @@ struct ScaledDownGradientEpilogue {
     for (int i = 0; i < kMagnitudes; ++i) to_code[i] = __shfl_sync(~0u, scale.to_code, 8 * i);
   }
 
-  // Turns codes by row, changed to the block's scale from the rows' scales.
+  // Converts codes from their rows' scales to the block's scale, and transposes them.
   __device__ void turn_rows(CodeWords& codes, float const (&to_value)[2], float to_code,
                             uint32_t box, Tile const& tile, int col, int thread) const {
     float const factor[2] = {to_value[0] * to_code, to_value[1] * to_code};

@@ -1,11 +1,12 @@
-// The grouped product of FP8 codes: kernel.cuh's tiles, loads and warp roles with another sum.
+// The grouped product of FP8 codes: kernel.cuh's tiles, loaders and warp roles with another main
+// loop.
 //
-// A step is 128 deep, as deep as a block of scales. Its products of 64 rows and 128 columns, a
-// wave, go to 64 separate registers, from which they are added to the tile's sums, scaled by the
-// product of the row's and the weight block's scales ("promotion": DeepSeek-V3, arXiv:2412.19437,
-// section 3.3.2). While one consumer adds, the other one's wave keeps the tensor cores busy.
+// A step is 128 deep, as deep as a block of scales. Its 64 x 128 products, a wave, accumulate in 64
+// separate registers, which are then scaled by the row's and the weight block's scales and added to
+// the tile's sums ("promotion": DeepSeek-V3, arXiv:2412.19437, section 3.3.2). While one consumer
+// promotes, the other's wave keeps the tensor cores busy.
 //
-// The loaders see two codes as one element of two bytes.
+// The loaders see two codes as one two-byte element.
 #pragma once
 #include "cuda/sm90/float8/quantized_chunks.cuh"
 #include "cuda/sm90/float8/scale_copies.cuh"
@@ -117,8 +118,8 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     for (int i = 0; i < 64; ++i) sums[i] = fmaf(wave[i], i % 4 < 2 ? upper : lower, sums[i]);
   }
 
-  // Sums the first `waves` times 128 columns of the tile over its steps; meanwhile() as in
-  // kernel.cuh.
+  // Sums the first `waves` x 128 columns of the tile over its steps. meanwhile(takes): called while
+  // each step's first wave is in flight; `takes` as in main_loop.cuh.
   template <int waves, class F>
   static __device__ void sum(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
                              Tile const& tile, Scales& scales, SharedStorage& smem, Self self,
@@ -158,8 +159,9 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     return smem.ahead[4 * self.group + self.thread / 32];
   }
 
-  // A reading epilogue, two units of 64 columns at a time, a block of scales. Their stages are
-  // released when both are stored. Units' sums are always the first ones: the others shift down.
+  // The epilogue of a ReadingEpilogue, two units of 64 columns (one block of scales) at a time.
+  // Their stages are released once both are stored. Units' sums are always the first ones: the rest
+  // shift down.
   static __device__ void finish(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
                                 Tile const& tile, auto& storage, SharedStorage& smem, Self self) {
     Epilogue const& e = p.epilogue;
@@ -207,8 +209,8 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     Cursor at;
     QueueEnd tiles;
     Tile tile, following;
-    // To save registers, a tile with expert -1 stands for none, all have the same `inner`, and
-    // `apart` is a bit of `rows` until the tile's turn comes.
+    // To save registers: a tile with expert -1 stands for the end, `inner` is the same for all
+    // tiles, and `apart` is packed into `rows` until the tile is processed.
     auto const take = [&](Tile& to) {
       if (!smem.tiles.take(tiles, to)) to.expert = -1;
       to.rows |= int(to.apart) << 16;
@@ -237,7 +239,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
         if (takes) take(following);
       };
       if constexpr (Base::kReads) p.epilogue.fetch(ahead_of(smem, self), part, self.thread);
-      // Not in other products, where the larger code took more time than it saved.
+      // Only for these: in other products the larger code costs more time than this saves.
       if (Base::kReads && tile.col / 128 + 1 >= p.n_blocks) {
         sum<1>(p, sums, at, tile, scales, smem, self, meanwhile);
       } else {
@@ -245,7 +247,8 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       }
       scales.find_row(p, following, self);  // overlaps with the stores
       if constexpr (!kGathers) scales.begin_found(p, unpacked(following), self);
-      // Otherwise what epilogues derive from the thread is computed before the sum, and spills.
+      // Otherwise the compiler computes the epilogue's thread-dependent addresses before the sum,
+      // and spills.
       Self late = self;
       late.thread = int(kept(uint32_t(self.thread)));
       if constexpr (Base::kReads) {
@@ -255,7 +258,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
         parcel.begin(p.epilogue, sums, storage, part, late.thread);
       }
       if constexpr (kGathers) scales.begin_found(p, unpacked(following), self);
-      // Tells the compiler that all lanes have the same values, which it no longer knows here.
+      // Makes the cursor uniform again for the compiler.
       at.stage = __shfl_sync(~0u, at.stage, 0);
       at.phase = __shfl_sync(~0u, at.phase, 0);
     }

@@ -1,5 +1,5 @@
-// StoreRows and StoreExpert of epilogues.cuh without deferred stores, whose registers the products
-// of codes need for their sums.
+// StoreRows and StoreExpert (epilogues.cuh) without deferred stores: products of codes need those
+// registers for their sums.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 

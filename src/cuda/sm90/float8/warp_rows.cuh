@@ -1,5 +1,5 @@
-// Results that each warp stores for itself: its 16 rows of a box go to shared memory and from
-// there, by TMA, to global memory. No warp waits for another.
+// Per-warp stores: each warp writes its 16 rows of a box to shared memory and stores them to global
+// memory, by TMA or through registers, without waiting for other warps.
 #pragma once
 #include "cuda/arch/copy.cuh"
 #include "cuda/products.h"
@@ -7,7 +7,7 @@
 
 namespace guild::cuda {
 
-// A load that is issued here: the compiler would move it to where the value is used, steps later.
+// A load that is issued at this point. The compiler would sink it to its use, steps later.
 __device__ inline float load_now(float const* from) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
@@ -38,8 +38,8 @@ __device__ inline void store_shared_16(uint32_t to, uint4 w) {
                : "memory");
 }
 
-// A matrix of whole 16-byte chunks, rows on 16-byte boundaries. A box is 64 rows of 128 bytes, of
-// which each warp stores its 16 when it has written them; their part of the box is free again after
+// A matrix whose rows are whole 16-byte chunks on 16-byte boundaries. A box is 64 rows of 128
+// bytes; each warp stores its 16 rows as soon as it has written them, and may reuse them after
 // wait_for_stores().
 struct WarpRows {
   CUtensorMap map;  // RowOutput's (fragment.cuh), of boxes of 16 rows, elements of two bytes

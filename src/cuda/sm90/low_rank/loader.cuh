@@ -1,10 +1,10 @@
-// A loader with a low-rank term: the sum over K goes on with steps of a second pair of operands.
+// A loader with a low-rank term: the sum over K continues over a second pair of operands.
 //
 //   [A, T] [W, B]^T = A W^T + T B^T
 //
-// The steps of A and W are those of the underlying loader. Then come those of T (rows, rank), whose
-// rows TMA loads and which are never gathered, and of B (E, n, rank), another weight. TMA fills
-// what the last step lacks with zeros in both.
+// The underlying loader handles the steps of A and W. Those of T (rows, rank) and B (E, n, rank)
+// follow: TMA loads rows of T, which are never gathered, and B like a weight, and fills both with
+// zeros past the end of the last step.
 #pragma once
 #include "cuda/sm90/loaders.cuh"
 

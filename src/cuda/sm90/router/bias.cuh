@@ -11,9 +11,9 @@ struct RouterBias {
   bool wide = false;           // of float
   int experts = 0;
 
-  // Where the sums of a fragment, whose first column is first_expert, begin: at the bias of each
-  // expert, or at 0 without one and in parts that follow the first. Never -0, so that a logit of 0
-  // has one sign, whether or not its parts are summed apart.
+  // Initial values of a fragment's sums, whose first column is first_expert: each expert's bias, or
+  // 0 without one and in all parts but the first. Never -0, so that a logit of 0 has the same sign
+  // whether or not its parts are summed separately.
   template <int count>
   __device__ void begin(float (&sum)[count], int first_expert, bool first_part) const {
     bool const adds = data != nullptr && first_part;

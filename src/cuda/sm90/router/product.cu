@@ -55,8 +55,8 @@ int64_t tiles_of(RouterLogits const& x, int experts) {
   return ceil_div(x.experts, experts) + (x.gate.data != nullptr);
 }
 
-// The experts of a block of few tokens. Each block takes a multiprocessor to itself, so there are
-// no more of them than multiprocessors, if possible.
+// Experts per block for few tokens. A block takes an SM to itself, so choose the smaller number
+// only if there are no more blocks than SMs.
 int experts_of_block(RouterLogits const& x, Queue const& queue) {
   return tiles_of(x, 16) * router_chunks(x.hidden) <= multiprocessors(queue) ? 16 : 32;
 }

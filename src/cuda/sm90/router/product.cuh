@@ -1,11 +1,10 @@
-// The router's product: logits = x W^T + bias in float32, with the same bits for any number of
-// tokens.
+// The router's product: logits = x W^T + bias in float32, bitwise equal for any number of tokens.
 //
-// Tokens are wgmma's M, experts its N. H is summed in chunks, in slices of 16 by one accumulator
-// that starts at zero; a chunk's sum is then added to those before it in float32, that of the first
-// to the bias. A block has a tile of tokens and experts, and of the sum either all chunks or, where
-// tokens are few, one, which it stores for the next kernel to add. Neither this choice nor a tile's
-// shape changes any bit.
+// Tokens are wgmma's M, experts its N. H is summed in chunks: one accumulator per chunk starts at
+// zero and takes slices of 16; chunk sums are then added in order in float32, the first to the
+// bias. A block computes one tile of tokens and experts, over all chunks or, where tokens are few,
+// over a single chunk (split K), whose sum it stores for the next kernel to add. Neither the split
+// nor the tile shape changes any bit.
 //
 //   warps 0 .. 4 n - 1   consumers: n warpgroups, 64 tokens each
 //   warp 4 n             producer: x and W by TMA through a ring of stages, each 64 deep
@@ -22,7 +21,7 @@
 
 namespace guild::cuda {
 
-// Up to this many tokens a block fetches its weights early: few other blocks read the same ones.
+// Up to this many tokens, a block prefetches its weights: few other blocks read the same ones.
 inline constexpr int64_t kFewForRouter = 256;
 
 template <class T, int tile_tokens, int tile_experts>
@@ -31,7 +30,7 @@ struct RouterProduct {
   static constexpr int kTokens = tile_tokens, kExperts = tile_experts;
   static constexpr int kWarpgroups = tile_tokens / 64, kConsumerWarps = 4 * kWarpgroups;
   static constexpr int kThreads = 32 * (kConsumerWarps + 1);
-  // Blocks of a multiprocessor: with 128 experts the accumulators leave no room for two.
+  // Resident blocks per SM. With 128 experts the accumulators leave no room for two.
   static constexpr int kAtOnce = tile_experts == 128 ? 1 : 2;
 
   struct Params {

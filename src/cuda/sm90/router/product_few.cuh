@@ -1,11 +1,11 @@
-// The router's product of a few tokens, with the bits of product.cuh.
+// The router's product for a few tokens, bitwise equal to product.cuh.
 //
-// A block has one chunk of the sums of a few experts, and shared memory for all that it reads: all
-// loads are in flight before the first product, and take two instructions for every kSteps steps of
-// 64 along H. At these sizes, issuing loads for each step would take longer than memory does.
+// A block computes one chunk of the sums of a few experts and has shared memory for all that it
+// reads: all loads are in flight before the first product. kSteps steps of 64 along H take two TMA
+// instructions; at these sizes, issuing loads for each step would take longer than memory does.
 //
-//   warp 0   weights, by TMA
-//   warp 1   rows of x, by TMA
+//   warp 0   loads weights by TMA
+//   warp 1   loads rows of x by TMA
 //   warps 0 .. 3 then multiply: tokens are wgmma's M, experts its N
 #pragma once
 #include <algorithm>
@@ -53,11 +53,10 @@ struct RouterProductOfFew {
     bool in_pairs;  // whether two neighbouring logits can be stored at a time
   };
 
-  // Dynamic shared memory: rows of x of all steps of a chunk, their weights, a barrier for each
-  // piece. wgmma reads 64 rows of a step of x: where there are fewer, it reads into what follows,
-  // and those results are ignored.
-  // At least enough that no two blocks share a multiprocessor: blocks start while the previous
-  // kernel still fills all but a few multiprocessors, and would crowd onto those few.
+  // Dynamic shared memory: a chunk's rows of x, its weights, and a barrier for each piece. wgmma
+  // reads 64 rows of x per step; where there are fewer, it reads what follows, and those results
+  // are ignored. It is large enough that an SM holds only one block: blocks start while the
+  // preceding kernel still fills all but a few SMs, and would crowd onto those few.
   static constexpr int kAlone = 115 * 1024;
   static constexpr int bytes(int chunk, int rows) {
     return std::max(kAlone,
@@ -158,8 +157,8 @@ struct RouterProductOfFew {
       for (int i = 0; i < count; i += kSteps) prefetch_box(rows, {0, expert, first + i});
     }
     __syncthreads();
-    // First a rehearsal, as in sm90/decode/plan_by_choice.cuh: a step of whatever is in shared
-    // memory, of which nothing is stored.
+    // First a rehearsal, as in sm90/decode/plan_by_choice.cuh: one step on whatever shared memory
+    // holds, with nothing stored.
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
       bool const rehearses = pass == 0;
