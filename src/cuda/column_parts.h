@@ -1,6 +1,6 @@
-// A forward's down projection and combine, divided by columns of the output. The rows of one part
-// are added up before the next part overwrites them, so that fewer bytes are in L2 at a time. Every
-// column is computed as without parts.
+// Splits a forward's down projection and combine by output columns. Each part's rows are added up
+// before the next part overwrites them, so that fewer bytes are in L2 at a time. Every column is
+// computed as without the split.
 #pragma once
 #include <algorithm>
 #include <type_traits>

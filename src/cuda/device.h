@@ -17,8 +17,8 @@ int multiprocessors(Queue const& queue);
 // The size of the current device's L2.
 int64_t l2_bytes();
 
-// The counters of a composite's products, one for each. All are cleared when the first product asks
-// for its own, since clearing takes 2 us, and 1.5 more to start a kernel after it.
+// The tile counters of a composite's products, one each. All are cleared when the first product
+// asks for its own: clearing takes 2 us, and starting a kernel after it 1.5 us more.
 struct Counters {
   int32_t* first = nullptr;  // null: none
   int64_t count = 0;

@@ -63,7 +63,7 @@ __device__ inline Eight unpack_eight(uint4 const& words) {
   return e;
 }
 
-// base + 16 bytes * units in one instruction: gathering is bound by the instructions it issues.
+// base + 16 * units in one instruction: gathers are bound by instruction issue.
 __device__ inline void const* units_after(void const* base, uint32_t units) {
   void const* result;
   asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(units), "l"(base));

@@ -1,5 +1,5 @@
-// Launches of kernels with attributes that <<<>>> has no place for: clusters of blocks, an early
-// start, an event that tells when all blocks are running.
+// Kernel launches with attributes that <<<>>> cannot express: clusters, programmatic dependent
+// launch, an event that is recorded once all blocks are running.
 #pragma once
 #include <utility>
 
@@ -13,9 +13,10 @@ struct Launch {
   int64_t bytes = 0;  // of a block's dynamic shared memory
   cudaStream_t stream;
   int cluster = 1;  // blocks of a cluster, which divides the number of blocks
-  // By programmatic dependent launch (arch/dependent_launch.cuh): the kernel must
-  // wait_for_previous() before it writes global memory, or reads what the kernel before it writes.
-  // What older kernels wrote it may read earlier if the one before waited before it let this start.
+  // Programmatic dependent launch (arch/dependent_launch.cuh). The kernel must wait_for_previous()
+  // before it writes global memory or reads what the preceding kernel writes. Before that it may
+  // read what older kernels wrote, provided the preceding kernel waited before it let this one
+  // start.
   bool early = false;
   // Recorded once all blocks are running, unless null. CUDA Runtime API,
   // "cudaLaunchAttributeLaunchCompletionEvent".

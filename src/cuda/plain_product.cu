@@ -1,5 +1,5 @@
-// The grouped product without tensor cores: one tile of 64 x 64 sums a block at a time, its
-// operands in slabs of shared memory.
+// The grouped product without tensor cores: a block computes one 64 x 64 tile at a time, with its
+// operands staged in slabs of shared memory.
 #include "cuda/plain_product.h"
 
 #include "cuda/device.h"

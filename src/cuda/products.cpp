@@ -1,5 +1,5 @@
-// Forwards the grouped products to the kernels of the one supported architecture, compute
-// capability 9.0. Another would be chosen here, by the current device.
+// Forwards the grouped products to the kernels of the only supported architecture, compute
+// capability 9.0. A second one would be selected here, by the current device.
 #include "cuda/products.h"
 
 #include "cuda/shared_expert.h"

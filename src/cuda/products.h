@@ -1,8 +1,8 @@
-// The grouped products that the steps are made of, as plain structs: what a step (src/cuda/*.cu)
-// fills in once it has checked its arguments, and what the kernels of an architecture serve.
+// The grouped products that the steps consist of, as plain structs: filled in by a step
+// (src/cuda/*.cu) that has checked its arguments, and executed by the kernels of an architecture.
 //
-// Every product runs over groups, an expert's rows each. Rows of the left operand are picked by
-// row_token where that is given. Operands lie on 16-byte boundaries, one dimension of a weight is
+// Every product runs over groups, the rows of one expert each. With row_token, rows of the left
+// operand are gathered. Operands lie on 16-byte boundaries, and one dimension of a weight is
 // contiguous: alignment.h.
 #pragma once
 #include "guild/cuda.h"

@@ -1,7 +1,7 @@
-// What the steps require of their arguments on CUDA: check(), and what kernels need beyond it, such
-// as alignment. Each step calls its own. Forward, backward and a layer over ranks call those of all
-// their steps before the first one runs: an error comes before anything is written, and no other
-// rank waits for one that stops halfway.
+// The steps' argument requirements on CUDA: check(), and what the kernels need beyond it, such as
+// alignment. Each step calls its own. Forward, backward and a multi-rank layer call those of all
+// their steps before the first one runs: an error is raised before anything is written, and no rank
+// waits for one that stopped halfway.
 #pragma once
 #include "guild/peer_layer.h"
 

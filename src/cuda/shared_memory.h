@@ -6,7 +6,8 @@
 
 namespace guild::cuda {
 
-// Devices on which a kernel has its limit raised already, one bit each: a call takes the host 2 us.
+// The devices on which a kernel's limit has been raised, one bit each: the call takes 2 us on the
+// host.
 using AllowedOn = std::atomic<uint64_t>;
 
 // Lets blocks of a kernel have `bytes` of dynamic shared memory on the current device. allowed: the

@@ -13,12 +13,12 @@ namespace guild::cuda {
 
 namespace {
 
-// As many as keep a link busy while products run: docs/measured/ranks.md. Pushing takes more, since
-// a sum reads several rows for each that it sends.
+// As many SMs as keep a link busy while products run: docs/measured/ranks.md. Pushing takes more,
+// since a sum reads several rows for each one that it sends.
 constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 24;
 
-// Events for the marks of a call. Later calls on the same thread reuse them: a wait refers to what
-// the event had recorded when the wait was issued.
+// Events for a call's marks. Later calls on the same thread reuse them: a wait refers to what the
+// event had recorded when the wait was issued.
 class Events {
  public:
   cudaEvent_t next() {

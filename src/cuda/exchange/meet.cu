@@ -1,13 +1,13 @@
-// The barrier between ranks: one block, so that whatever other ranks are waiting for can run beside
-// it, including NCCL's kernels.
+// The barrier between ranks. It takes one block, so that whatever other ranks are waiting for, such
+// as NCCL's kernels, can run beside it.
 //
-// Thread r sends this rank's arrival to rank r's inbox and waits for rank r's in its own. What
-// earlier kernels on this stream wrote, also to peers' memory, is visible to every rank that has
-// acquired the arrival. PTX ISA, section "Memory Consistency Model".
+// Thread r sends this rank's arrival to rank r's inbox, and waits for rank r's arrival in its own.
+// Writes of earlier kernels on this stream, to peers' memory too, are visible to every rank that
+// has acquired the arrival. PTX ISA, section "Memory Consistency Model".
 //
-// An arrival is a single store of 16 bytes, the barrier's number and a digest of the facts: while
-// ranks agree, nothing else has to travel. The facts follow for the host's error messages. A rank
-// that finds another digest reads the facts in the memory of the rank that sent it.
+// An arrival is one 16-byte store of the barrier's number and a digest of the facts, the values on
+// which ranks must agree; while they do, nothing else has to travel. The facts follow, for the
+// host's error messages: a rank that receives a different digest reads them in the sender's memory.
 #include <climits>
 
 #include "checks/exchange.h"
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
     arrive(x, peer, r, said);
     if (fine) fine = agrees(x, layout, control, r, said, limit);
   }
-  // One thread reads it for all: a rank that is ahead may set it for its next meeting meanwhile.
+  // One thread reads it for all: a rank that is ahead may already set it for its next barrier.
   __shared__ int64_t failure;
   fine = __syncthreads_and(fine);
   if (r == 0) failure = fine ? 0 : load_acquire(&control->failure);

@@ -1,4 +1,4 @@
-// The order in which warps take the tokens of all ranks.
+// The order in which warps process the tokens of all ranks.
 #pragma once
 #include <algorithm>
 
@@ -9,9 +9,10 @@
 
 namespace guild::cuda {
 
-// Token i in that order; `others`: among other ranks' tokens only. All ranks' tokens of one number
-// follow each other, so that links and own memory are busy at once. Which rank comes first varies
-// with the number: otherwise a warp that takes every n-th token might get those of one rank only.
+// Token i in that order; `others`: among other ranks' tokens only. Tokens of the same number, one
+// from each rank, are consecutive, so that links and local memory are busy at once. The rank that
+// comes first varies with the number; otherwise a warp that takes every n-th token might get tokens
+// of one rank only.
 struct PoolToken {
   int token, source;
 
@@ -27,9 +28,9 @@ struct PoolToken {
   __device__ int64_t place(PeerMemory const& m) const { return source * m.tokens + token; }
 };
 
-// The most blocks of a kernel that follows a barrier and starts early: they occupy multiprocessors
-// while the barrier waits for other ranks. Those may be waiting for other kernels of this rank,
-// such as NCCL's, and half of the multiprocessors stay free for these.
+// The most blocks of a kernel that follows a barrier and starts early. They hold SMs while the
+// barrier waits for other ranks, which may in turn be waiting for other kernels of this rank, such
+// as NCCL's. Half of the SMs stay free for these.
 inline int most_waiting_blocks(Queue const& queue) {
   return std::max(multiprocessors(queue) / 2, 1);
 }

@@ -1,11 +1,11 @@
-// Rows from the ranks that have them: publish, pull.
+// Gets rows from the ranks that hold them: publish, pull.
 //
-// A warp copies a row, 16 bytes per lane and several loads in flight. All warps of the GPU would
-// have many times the bytes in flight that NVLink's bandwidth times its latency requires. While
-// products run, a few multiprocessors suffice, so a block of pull() takes a whole one. Rows of
-// different ranks alternate, so that links and own memory are busy at once. Peers' memory is read
-// with plain loads: blocks begin with an empty first-level cache, and until the barrier has ended
-// nothing reads these rows there, even if a block starts early.
+// A warp copies a row, 16 bytes per lane, with several loads in flight. NVLink needs only a
+// fraction of the bytes that all warps of the GPU would have in flight (bandwidth times latency),
+// so a few SMs suffice while products run, and a block of pull() takes a whole one. Rows of
+// different ranks alternate, so that links and local memory are busy at once. Plain loads from
+// peers are safe: L1 is empty when a block begins, and nothing reads these rows before the barrier
+// has ended, even if a block starts early.
 #include <algorithm>
 
 #include "checks/exchange.h"

@@ -1,9 +1,9 @@
-// Results to the ranks whose tokens they are, straight into their memory: sums over a token's rows
-// here (push_sums.cu), rows by themselves, and gradients of scores; and the sum of what came from
-// all ranks.
+// Pushes results into the memory of the ranks that own the tokens: sums over a token's rows on this
+// rank (push_sums.cu), single rows, and gradients of scores. Also adds up what arrived from all
+// ranks.
 //
-// Tokens of different ranks alternate, so that links and own memory are busy at once. Stores to a
-// peer are not waited for: the barrier's release guarantees that they have arrived.
+// Tokens of different ranks alternate, so that links and local memory are busy at once. Nobody
+// waits for stores to a peer: the barrier's release guarantees that they have arrived.
 #include <algorithm>
 
 #include "checks/exchange.h"

@@ -1,11 +1,11 @@
-// push() by token: sends the sum over a token's rows here to the rank whose token it is.
+// push() by token: sends the sum over a token's rows on this rank to the rank that owns the token.
 //
 //   out[t] = sum over k of score[p, k] * y[row_of[p, k]], in the order of k, fp32
 //
-// A warp takes a token or, where there are few, a part of its columns; 1,024 bytes of its rows at a
-// time. TMA copies these to the warp's part of shared memory, a few steps ahead of the additions
-// and on into the next token. So a multiprocessor has more bytes in flight than registers could
-// hold, and issues little but the additions themselves.
+// A warp takes a token or, where tokens are few, a part of its columns, 1,024 bytes of each row at
+// a time. TMA loads these into the warp's part of shared memory a few steps ahead of the additions,
+// across tokens. An SM thus has more bytes in flight than registers could hold, and issues little
+// but the additions.
 #include <algorithm>
 
 #include "cuda/alignment.h"
@@ -119,8 +119,8 @@ class Tokens {
         next_(shares.first(int(blockIdx.x), int(threadIdx.x) / 32)),
         coming_(x, min(next_, count_ - 1) / shares.parts) {}
 
-  // The share of the next token that has rows here, in the call's part of the tokens. Those with
-  // more than 32 slots, which are all among the rest, are summed right here.
+  // The share of the next token in this call's part that has rows on this rank. Tokens with more
+  // than 32 slots all belong to Part::rest, or Part::whole, and are summed right here.
   __device__ Walk next() {
     while (next_ < count_) {
       TokenSlots token = coming_;

@@ -13,9 +13,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Slot i of rank r's: its expert here or -1, and its score, which are also stored. at_once: reads
-// slots before it knows whether the rank has them, for the way to it and back takes long. Loads
-// bypass the first-level cache, which may hold older data where the kernel starts early.
+// Slot i of rank r: its expert on this rank, or -1, and its score; both are also stored. at_once:
+// reads the slot before it knows whether the rank has it, to save a round trip to the peer. Loads
+// bypass L1, which may hold stale data if the kernel started early.
 template <bool at_once>
 __device__ SortedSlot take_slot(Tables const& x, PeerLayout const& layout, int r, int64_t i) {
   PeerMemory const& m = x.memory;

@@ -1,4 +1,4 @@
-// Which rows a thread block transposes: those of the chunk in its slot.
+// The rows that a thread block transposes: the chunk of its slot.
 #pragma once
 #include "guild/float8_chunks.h"
 #include "shared/tiles.h"

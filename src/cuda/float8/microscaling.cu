@@ -1,5 +1,5 @@
-// quantize_micro(), regroup_micro(): eight elements a thread, a block's threads side by side in a
-// warp.
+// quantize_micro(), regroup_micro(): eight elements per thread; a block's threads are neighbours in
+// a warp.
 #include "shared/microscaling.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace guild::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Units that a thread works on at once: enough loads in flight to keep memory busy.
+// Units per thread: enough loads in flight to saturate memory.
 constexpr int kAtOnce = 4;
 
 // Four scales of a row, which are stored as one word where they can be.
@@ -25,8 +25,8 @@ struct Unit {
   static constexpr int kColumns = 8 * kOfUnit;
 };
 
-// Division by a number that is known on the host, of numbers below 2^31: Granlund and Montgomery,
-// "Division by invariant integers using multiplication", figure 4.1.
+// Division of numbers below 2^31 by a divisor known on the host: Granlund and Montgomery, "Division
+// by invariant integers using multiplication", figure 4.1.
 struct Divisor {
   unsigned value = 1, factor = 1, shift = 0;
 

@@ -1,7 +1,8 @@
-// quantize_chunks(): a thread block for each 128 columns of a slot, or 256 of codes.
+// quantize_chunks(): one thread block per slot and 128 columns, or 256 columns if x is codes.
 //
-// Codes, and elements of rows that are read several times: blocks go through all chunks before they
-// go on to other columns, when the rows are still in L2, since results do not stay there.
+// Results are streamed past L2. Where x is codes, or a gather reads rows several times, blocks go
+// through all chunks of some columns before they move to others, so that re-read rows are still in
+// L2.
 #include "checks/float8_chunks.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
@@ -88,8 +89,9 @@ __device__ uint4 load_codes(uint8_t const* from, int count) {
   return {word[0], word[1], word[2], word[3]};
 }
 
-// The largest of 128 rows' scales in a half of the columns, at least that of a block of zeros:
-// thread t provides that of row t % 128 in half t / 128, and after a barrier all threads may read.
+// The largest scale of 128 rows in one half of the columns, at least that of a block of zeros.
+// Thread t contributes row t % 128 of half t / 128; after a barrier all threads may read the
+// result.
 template <Float8 format>
 __device__ void tell_scale(float own, CodeStorage& smem) {
   uint32_t const least = magnitude(block_scale(0, format, ScaleKind::power_of_two).to_value);

@@ -1,4 +1,4 @@
-// quantize_rows(): 1 x 128 blocks, each by the threads that hold its 128 elements, eight a thread.
+// quantize_rows(): 1 x 128 blocks, 16 threads each, eight elements per thread.
 #include "checks/check.h"
 #include "cuda/device.h"
 #include "cuda/float8/tile.cuh"
@@ -9,7 +9,7 @@ namespace guild::cuda {
 namespace {
 
 constexpr int kThreads = 256, kOfBlock = int(kScaleBlock) / 8;  // threads of a block of scales
-// Blocks that a thread works on at once: enough loads in flight to keep memory busy.
+// Blocks per thread: enough loads in flight to saturate memory.
 constexpr int kAtOnce = 4;
 
 struct RowArgs {

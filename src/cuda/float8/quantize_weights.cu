@@ -1,4 +1,4 @@
-// quantize_weights(): a thread block for each 128 x 128 block, which passes through registers once
+// quantize_weights(): one thread block per 128 x 128 block, which passes through registers once
 // (tile.cuh).
 #include "checks/check.h"
 #include "cuda/device.h"
@@ -8,8 +8,8 @@
 namespace guild::cuda {
 namespace {
 
-// The weight as the tiles see it: rows of a tile run along whichever dimension of the matrix is
-// contiguous, so that `turned` says which of codes and transposed each of the two stores writes.
+// The weight as tiles see it: rows of a tile run along the contiguous dimension, whichever it is.
+// `turned` and `as_read` map the two stores to codes and transposed accordingly.
 struct WeightTiles {
   void const* from[2];  // of the halves; with Steps::second the gate's both times
   int32_t const* expert_at[2];

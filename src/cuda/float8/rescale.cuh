@@ -6,15 +6,15 @@
 
 namespace guild::cuda {
 
-// A power of two, of at most 1, twice in half precision; below 2^-24 it becomes 0.
+// A power of two, at most 1, as a pair of halves; below 2^-24 it becomes 0.
 __device__ inline uint32_t half_factor(float power_of_two) {
   __half2 const both = __float2half2_rn(power_of_two);
   return reinterpret_cast<uint32_t const&>(both);
 }
 
-// Four codes times such a factor. Products in half precision are exact, or so small that they
-// round to 0 as codes either way. In PTX, since from intrinsics the compiler makes shifts and ORs
-// that the two halves of a word do not need.
+// Multiplies four codes by such a factor. Products in half precision are exact, or so small that
+// their codes are 0 either way. In PTX, because intrinsics compile to shifts and ORs that the
+// halves of a word do not need.
 __device__ inline uint32_t scale_e4m3(uint32_t codes, uint32_t factor) {
   uint32_t scaled;
   asm("{\n"

@@ -1,8 +1,8 @@
-// A 128 x 128 tile of a matrix in the registers of a thread block, from which it is quantised with
-// one scale and stored as it is and transposed ("turned").
+// A 128 x 128 tile of a matrix, held in a thread block's registers: quantised with one scale and
+// stored both as it is and transposed ("turned").
 //
-// Thread t has the patch of 8 x 8 elements at row 8 (t / 16) and column 8 (t % 16). Memory is read
-// once, 16 bytes a thread at a time where it is aligned.
+// Thread t has the 8 x 8 patch at row 8 (t / 16) and column 8 (t % 16). Memory is read once, with
+// 16-byte loads where it is aligned.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -95,14 +95,14 @@ __device__ inline Eight unpack_raw(Raw<T> const& raw) {
   }
 }
 
-// How the elements of a row follow each other in memory:
-//   next    one after the other
-//   second  every second one, as gate and up alternate: `from` is where both begin
-//   any     at any distance
+// The distance between a row's elements in memory:
+//   next    contiguous
+//   second  every second element, as gate and up alternate: `from` is where both begin
+//   any     any stride
 enum class Steps : int { next, second, any };
 
-// Eight elements from `from` on; those at or past `count` are zeros. All of them are inside or
-// outside, except with Steps::any. odd: with Steps::second, which of each two.
+// Loads eight elements from `from` on; those at or past `count` become zeros. Except with
+// Steps::any, all or none of them exist. odd: with Steps::second, which of each two elements.
 template <class T, Steps steps>
 __device__ inline Raw<T> load_raw(T const* from, int64_t distance, int count, bool odd) {
   Raw<T> raw{};
@@ -170,7 +170,7 @@ __device__ inline void store_bytes(uint8_t* to, uint2 bytes, int count) {
 }
 
 // A matrix of codes with contiguous columns. aligned: rows begin on 16-byte boundaries. streams:
-// stores should not keep the codes in L2, which is better used for what is read.
+// use streaming stores, to leave L2 to data that is read.
 struct CodeRows {
   uint8_t* data;
   int64_t stride;
@@ -205,9 +205,9 @@ __device__ inline uint4 turn_four(uint32_t r0, uint32_t r1, uint32_t r2, uint32_
           __byte_perm(c, d, 0x7632)};
 }
 
-// A tile of 128 x `width` codes in shared memory, its columns as rows of 128 bytes; 16 threads side
-// by side have its columns. Pieces of 8 bytes are exchanged within a row so that neither patches
-// nor rows cause bank conflicts.
+// A tile of 128 x `width` codes in shared memory, transposed: its columns are rows of 128 bytes,
+// and 16 threads side by side hold its columns. 8-byte pieces are permuted within a row so that
+// neither writing patches nor reading rows causes bank conflicts.
 template <int width>
 struct TurnedTile {
   static constexpr int kOfThread = width / 16;  // columns
@@ -232,8 +232,8 @@ struct TurnedTile {
     }
   }
 
-  // 16 codes from row 16 * unit on of column first + i * step, where first < step: how far that
-  // lies from column `first` is known at compile time.
+  // 16 codes from row 16 * unit on of column first + i * step, where first < step. The offset from
+  // column `first` is a compile-time constant.
   template <int step>
   __device__ uint4 take(int first, int i, int unit) const {
     static_assert(step == 32 && kOfThread <= step);

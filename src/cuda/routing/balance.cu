@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kRouterThreads, sums_at_once(S::per_lane)) bal
   }
 }
 
-// A block adds up 32 columns, experts of a sequence and one column for its squares: each warp a
-// slice of the chunks, then one warp the slices.
+// A block adds up 32 columns of a sequence: experts, and one column for the squares. Each warp sums
+// a slice of the chunks, then one warp sums the slices.
 constexpr int kSlices = 16;
 
 __global__ void __launch_bounds__(32 * kSlices) add_up_kernel(BalanceSums x,

@@ -1,10 +1,10 @@
-// The router's product as the kernels after it read it.
+// The router's product, split into parts, as later kernels read it.
 #pragma once
 #include "guild/router_logits.h"
 
 namespace guild::cuda {
 
-// What is to be added up, in order, to give the logits: (count, T, E), packed.
+// Partial sums, (count, T, E) packed, which give the logits when added in order.
 struct LogitParts {
   float const* data;
   int64_t stride;  // elements from one part to the next

@@ -1,9 +1,10 @@
-// Token rounding: whole tiles of tokens for every expert, then each token's list of experts.
+// Token rounding: gives every expert whole tiles of tokens, then writes each token's list of
+// experts.
 //
 //   measure   each token's softmax, and how many tokens chose each expert
 //   keys      (E, T): the keys by which an expert ranks its candidates; each expert's target
-//   select    one block per expert: the threshold for its candidates, and so one bit per token
-//   lists     the bits transposed to one list per token: where it begins, ids and weights
+//   select    one block per expert: the threshold for its candidates, which gives one bit per token
+//   lists     transposes the bits to one list per token: where it begins, ids and weights
 //
 // Only integers are added atomically, so two runs give the same bits.
 #include "checks/check.h"

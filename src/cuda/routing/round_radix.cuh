@@ -1,11 +1,12 @@
-// The n-th largest of an array of keys, by one block: most keys are ruled out first, then a radix
-// select over those that are left.
+// Selects the n-th largest of an array of keys in one block: rules out most keys, then runs a radix
+// select on the rest.
 //
-//   bound     splits the keys into n or more groups; the groups' maxima are n keys, so the n-th
-//             largest is no less than the least of them. Few more than n keys are left
-//   gather    copies the keys that are left to shared memory, if they fit
-//   digits    radix select on the keys' distances from the least one, 8 bits per pass, until all or
-//             none of a bin are wanted
+//   bound     splits the keys into n or more groups. The n-th largest key is no less than the
+//   smallest
+//             of the groups' maxima, which leaves few more than n keys
+//   gather    copies the remaining keys to shared memory, if they fit
+//   digits    radix select on the distances from the smallest remaining key, 8 bits per pass, until
+//             all or none of a bin are wanted
 #pragma once
 #include <cstdint>
 
@@ -15,7 +16,7 @@ namespace guild::cuda {
 
 inline constexpr int kSelectThreads = 1024;
 
-// Keys of tokens that are never and of tokens that are always taken; candidates' lie between them.
+// The keys of tokens that are never, and always, taken. Candidates' keys lie between them.
 inline constexpr uint32_t kNever = 0, kAlways = ~0u;
 
 // A token is taken if its key is above `key`, or equal to it at an index before `end`.

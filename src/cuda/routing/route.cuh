@@ -1,22 +1,23 @@
-// The router: several lanes of a warp per token; K times, the largest candidate left is chosen.
+// The router: several lanes per token choose the largest remaining key K times.
 //
 //   keys       what experts are ranked by: the logit, or p + bias
-//   best       each lane's four largest keys, sorted, as integers
-//   choices    the largest of the lanes' first keys; its lane drops that key, and if it has none
-//              left, all lanes find their next four
+//   best       each lane's largest keys, up to four, sorted, as integers
+//   choices    the largest of the lanes' first keys wins; its lane pops it. When a lane runs out,
+//   all
+//              lanes find their next best keys
 //   weights    of the chosen experts, one lane each, from their logits
 //
-// Integers order ties and NaN: NaN is below every number and equal keys go to the lowest lane,
-// which has the smaller ids, so any logits give K different ids in range.
+// The integer order handles ties and NaN: NaN is below every number, and of equal keys the lowest
+// lane, which has the smaller ids, wins. So any logits give K distinct ids in range.
 #pragma once
 #include "cuda/arch/copy.cuh"
 #include "cuda/routing/router.cuh"
 
 namespace guild::cuda {
 
-// The router as far as it is known when a kernel is compiled. There are two of each kernel for few
-// tokens: where layers follow each other, a kernel's instructions come from memory, those that are
-// skipped too (docs/measured/few_tokens.md).
+// What is known about the router at compile time. Each few-token kernel exists in both variants:
+// between layers a kernel's instructions are fetched from memory again, even those it skips
+// (docs/measured/few_tokens.md).
 enum class Ranking {
   softmax,  // by logit, without groups
   any,
@@ -167,7 +168,7 @@ __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat
       }
     }
     if (Best<S>::all || k == top_k) return mine;
-    // Removes the chosen from the candidates: all that come before the lane's first one left.
+    // Removes the chosen keys: all that come before the lane's first remaining one.
     uint32_t const front = emptied ? top : best.order[0];
     int const place = emptied ? int(last) + 1 : best.place();
 #pragma unroll

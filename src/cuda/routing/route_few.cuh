@@ -1,12 +1,11 @@
-// The router of a few tokens, from the partial sums of its product: one block per token, with the
-// results of route.cuh bit for bit. From layer to layer no instruction stays cached, and fetching
-// them takes longer than running them, so the code is kept short.
+// The router for a few tokens, from the partial sums of its product: one block per token, bitwise
+// equal to route.cuh. Instruction caches are cold at each layer and fetching takes longer than
+// running, so the code is kept short.
 //
-//   all warps   compute logits, four neighbours per thread, and the keys that experts are ranked
-//               by, as integers
-//   warp 0      sets the keys of closed groups to 0. No chosen key is below the K-th largest of the
-//               lanes' maxima. Usually few keys reach it: up to 32, one per lane, are ranked by
-//               counting; of more, the largest is taken K times
+//   all warps   compute logits, four neighbours per thread, and the experts' keys, as integers
+//   warp 0      zeroes the keys of closed groups. No chosen key is below the K-th largest of the
+//               lanes' maxima, and usually few keys reach it: up to 32 are ranked by counting, one
+//               per lane; of more, the largest is taken K times
 #pragma once
 #include "cuda/routing/logit_parts.cuh"
 #include "cuda/routing/route.cuh"
@@ -14,8 +13,8 @@
 
 namespace guild::cuda {
 
-// The most tokens, and choices per token, of which a lane holds one with its weight. For up to
-// kFewExperts experts route.cu's kernels are faster.
+// The most tokens, and the most choices per token, each of which a lane holds with its weight. Up
+// to kFewExperts experts, route.cu's other kernels are faster.
 inline constexpr int64_t kMostBlocksOfToken = 256, kMostChoices = 16, kFewExperts = 256;
 
 struct alignas(16) RouteOfToken {
@@ -37,9 +36,10 @@ struct alignas(16) RouteOfToken {
   static __device__ int quads(int experts) { return (experts + 127) / 128; }
 
   // Writes logits and keys of all experts, and keys of 0 up to a whole number of quads per lane.
-  // Returns whether a softmax of the logits is NaN: one is, or is +infinity. A rehearsal reads no
-  // memory but makes up logits: all different, the best of them in a lane each, since a choice
-  // among equal ones, or of many by one lane, would execute other instructions.
+  // Returns whether a softmax of the logits would be NaN: one of them is NaN or +infinity. A
+  // rehearsal (sm90/decode/plan_by_choice.cuh) reads no memory and makes up logits: all different,
+  // with the best of them in a lane each, since ties, or many choices from one lane, would take
+  // another path.
   template <Ranking ranking>
   __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts,
                             bool rehearses = false) {

@@ -1,7 +1,7 @@
-// Shared by the router kernels: several lanes of a warp per token hold its logits in registers.
+// Shared by the router kernels: several lanes of a warp hold a token's logits in registers.
 //
-// A lane holds consecutive experts of one group (lanes are first split among the groups), so that
-// lower lanes have smaller ids, which decide ties.
+// A lane holds consecutive experts of one group. Lanes are first divided among the groups, so that
+// lower lanes have smaller ids, which win ties.
 #pragma once
 #include <bit>
 
@@ -130,7 +130,7 @@ struct LaneLogits {
     }
     return lanes_sum<S>(sum);
   }
-  // The same by sums of neighbours, which gives the same bits for every number of lanes.
+  // The same by pairwise sums of neighbours: bitwise equal for any number of lanes.
   __device__ float sum_by_neighbours(float shift) const {
     constexpr int at_once = S::per_lane < 4 ? 2 : 4, parts = S::per_lane / at_once;
     auto const pair = [&](int i) {
@@ -163,7 +163,7 @@ __device__ inline float factor_of_sum(Router const& router, float sum, float fac
   return factor / (p < floor ? floor : p);
 }
 
-// Whether rows start on 16-byte boundaries; true without data.
+// Whether rows start on 16-byte boundaries. A null pointer counts as aligned.
 inline bool by_four(ConstRows const& rows, int64_t stride) {
   return stride % 4 == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
 }
@@ -190,15 +190,15 @@ void with_first_of(int64_t experts, int groups, bool by_four, F&& f) {
           32 * std::bit_floor(unsigned(32 / groups)), " experts on CUDA, got ", part);
 }
 
-// The same with the fewest lanes and registers: most of a warp's work is the same for any number of
-// tokens, so a warp should have many. UpTo128: the shape for 65 to 128 experts.
+// The same with the fewest lanes and registers: most of a warp's work does not depend on how many
+// tokens it has, so it should have many. UpTo128: the shape for 65 to 128 experts.
 template <class UpTo128 = TokenShape<16, 8>, class F>
 void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
   with_first_of<TokenShape<4, 2>, TokenShape<8, 4>, TokenShape<8, 8>, UpTo128, TokenShape<16, 16>,
                 TokenShape<32, 16>, TokenShape<32, 32>>(experts, groups, by_four, f);
 }
 
-// With a warp a token, which takes the least time where tokens are few.
+// The same with a whole warp per token, which is fastest where tokens are few.
 template <class F>
 void with_whole_warp(int64_t experts, int groups, bool by_four, F&& f) {
   with_first_of<TokenShape<32, 2>, TokenShape<32, 4>, TokenShape<32, 8>, TokenShape<32, 16>,

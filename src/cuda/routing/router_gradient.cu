@@ -1,12 +1,12 @@
-// The gradient of the router's weights: several lanes of a warp per token, one dense write.
+// The gradient of the routing weights: several lanes of a warp per token, one dense write.
 //
 // With s the scores, ds their gradients and dot = sum of s ds over the choices:
 //
 //   renormalize   dlogit_k = s_k (ds_k - dot / scale)
-//   otherwise     dlogit_k = s_k ds_k; and with softmax -p_e dot for every e, p from the logits
+//   otherwise     dlogit_k = s_k ds_k and, with softmax, -p_e dot for every e, p from the logits
 //
-// times the slope, d(log p_k) / dlogit_k, where p depends on its own logit alone. Weights whose sum
-// is below the floor are divided by a constant, so they belong to "otherwise".
+// times the slope d(log p_k) / dlogit_k where p depends on its own logit alone. Weights whose sum
+// is below the floor are divided by a constant, so they follow "otherwise".
 #include "checks/check.h"
 #include "cuda/routing/router.cuh"
 
@@ -69,8 +69,8 @@ __device__ bool is_floored(RouterGradient const& x, Deal const& deal, Seat<S> co
   return lanes_sum<S>(sum) * factor < float(x.router.sum_floor);
 }
 
-// Subtracts p dot for every expert, for a softmax, where p depends on all logits; nothing without
-// `wanted`, as p may be NaN. Called by whole warps.
+// Softmax: subtracts p dot for every expert, since p depends on all logits. Subtracts nothing
+// unless `wanted`, as p may be NaN. Called by whole warps.
 template <class S>
 __device__ void subtract_dense(Deal const& deal, Seat<S> const& seat, float const* row, bool wanted,
                                float dot, float (&out)[S::per_lane]) {

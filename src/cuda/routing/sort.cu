@@ -1,13 +1,15 @@
-// Stable counting sort of slots by expert. Up to 4,096 slots: one cluster of blocks, a slot a
-// thread (sort.cuh). More: two kernels, with one block per chunk of slots, then a few:
+// Stable counting sort of slots by expert. Up to 4,096 slots: one cluster, one thread per slot
+// (sort.cuh). More: two kernels, the first with one block per chunk of slots, the second with a
+// few:
 //
-//   rank      numbers the chunk's slots of each expert; each cluster adds up its blocks' histograms
-//   scatter   adds up the clusters' histograms, all of them for the offsets, and those before its
-//             chunk for the chunk's first rows; gives each slot its row
+//   rank      numbers each expert's slots in the chunk; each cluster adds up its blocks' histograms
+//   scatter   adds up the clusters' histograms, all for the offsets and those before its chunk for
+//   the
+//             chunk's first rows; gives each slot its row
 //
-// Workspace: (clusters, E) rows in each cluster; then (chunks, E) rows of the chunk's cluster that
-// come before the chunk. Ranks follow from a fixed order of warps and from warp votes, and only
-// integers are added atomically, so the result is the same in every run.
+// Workspace: (clusters, E) rows per cluster; then (chunks, E) rows of the chunk's cluster that
+// precede the chunk. Ranks follow from a fixed order of warps and from warp votes, and only
+// integers are added atomically, so every run gives the same result.
 #include "cuda/routing/sort.cuh"
 
 #include <algorithm>
@@ -131,8 +133,8 @@ __device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, SlotSpan con
   return s;
 }
 
-// Blocks with the same blockIdx.x share a chunk, `part` slots each. Every instruction runs a few
-// times only, so loops stay rolled: fetching more code would take longer than running it.
+// Blocks with the same blockIdx.x share a chunk, `part` slots each. Instructions run only a few
+// times each, so loops stay rolled: fetching unrolled code would take longer than running it.
 __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int64_t part,
                                                            int clusters) {
   extern __shared__ int first_row[];  // (E)
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   }
 }
 
-// Slots per block of the second kernel: a part of the chunk, larger with more experts, for each
+// Slots per block of the second kernel: a part of the chunk, larger with more experts, since each
 // block adds up all histograms.
 int64_t part_slots(int64_t chunk, int64_t experts) {
   int64_t const blocks = std::clamp<int64_t>(1024 / experts, 1, 4), fill = blocks * kThreads;

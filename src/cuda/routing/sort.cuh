@@ -1,4 +1,4 @@
-// What kernels that sort slots by expert share, and the whole sort where there are few slots.
+// Shared by the kernels that sort slots by expert; the whole sort where slots are few.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -17,7 +17,7 @@
 
 namespace guild::cuda {
 
-// An id as it is stored. Making one issues the load; expert() waits for it.
+// An id as stored. load_id() issues the load, expert() waits for it.
 struct RawId {
   int low = -1, high = 0;
 
@@ -36,7 +36,7 @@ __device__ inline RawId load_id(Sort const& x, int64_t slot, SlotSpan const& use
   return id;
 }
 
-// Turns each warp's rows of an expert into those of the warps before; writes their sum to `count`.
+// Exclusive scan over the warps of each expert's counts; writes the totals to `count`.
 __device__ inline void add_up_warps(int experts, int* next, int* count) {
 #pragma unroll 1
   for (int e = threadIdx.x; e < experts; e += kSortThreads) {
@@ -57,9 +57,8 @@ struct ExpertRows {
   int total = 0, earlier = 0;
 };
 
-// Writes the first row of the block's slots of each expert to first_row, (E), and returns the
-// number of rows. rows_of(e): of an expert. The first block also writes each expert's first row to
-// the offsets.
+// Writes to first_row, (E), the first row of each expert's slots in this block, and returns the
+// total number of rows. rows_of(e): the rows of an expert. The first block also writes the offsets.
 template <class RowsOf>
 __device__ inline int find_first_rows(Sort const& x, RowsOf&& rows_of, int* first_row) {
   __shared__ int warp_sum[kSortWarps];
@@ -114,8 +113,9 @@ struct StoredSlots {
   }
 };
 
-// The whole sort by one cluster, whose blocks have kSortThreads slots each. waits_last: whether the
-// slots were complete before the previous kernel let this one start.
+// The whole sort in one cluster, with kSortThreads slots per block. waits_last: whether the slots
+// were complete before the preceding kernel let this one start, so that it need wait for it only at
+// the end.
 template <class Slots>
 __global__ void __launch_bounds__(kSortThreads) sort_few_kernel(Sort x, Slots source,
                                                                 bool waits_last) {

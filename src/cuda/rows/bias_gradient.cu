@@ -1,9 +1,9 @@
-// db[e] = sum over the rows r of e of row_score[r] * M[row_token[r]]: one cluster of blocks per
-// expert and 256 columns, one row per warp at a time. Rows are split among the cluster's warps, and
-// their sums added up in a fixed order.
+// db[e] = sum over the rows r of e of row_score[r] * M[row_token[r]]: one cluster per expert and
+// 256 columns. The cluster's warps share the rows, four at a time each, and their sums are added in
+// a fixed order.
 //
-// Blocks are numbered by expert first, then by columns: while all experts gather the same columns
-// of dO, these stay in L2.
+// Consecutive clusters take the same columns of consecutive experts: while all experts gather these
+// columns of dO, they stay in L2.
 #include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/arch/cluster.cuh"

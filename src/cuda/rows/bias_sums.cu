@@ -1,11 +1,11 @@
-// db[e] = the sums of columns over the chunks of the expert's rows, added up in a fixed order: one
-// block per expert and 128 columns, for dH where the grid's y is 0, for s dO where it is 1. A warp
-// adds up every eighth chunk, the block then adds up its warps' sums.
+// db[e] = the column sums over the chunks of the expert's rows, added in a fixed order: one block
+// per expert and 128 columns, for dH where the grid's y is 0, for s dO where it is 1. Each warp
+// adds up every eighth chunk, then the block adds up its warps' sums.
 //
-// The down gradient sums s dO with each score split into three 16-bit terms (sm90/column_sums.cuh).
-// An infinity times a zero term, or minus another infinity, makes NaN where there should be none.
-// Terms are scaled by up to 2^15, so in bfloat16 those above some 1e34 become infinite. So a chunk
-// whose sum is not finite is summed again here, row by row.
+// The down gradient computes the sums of s dO with each score split into three 16-bit terms
+// (sm90/column_sums.cuh). Infinity times a zero term, or minus another infinity, gives a NaN that
+// the true sum may not have. Scaling by up to 2^15 makes bfloat16 terms above some 1e34 infinite.
+// So this kernel sums any chunk whose sum is not finite again, row by row.
 #include "cuda/rows/bias_sums.h"
 
 #include "cuda/alignment.h"

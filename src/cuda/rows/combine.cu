@@ -1,10 +1,11 @@
 // O[t] = residual_scale[t] * residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]], and
 // the router's part.
 //
-// Without the router's part: one block per token, eight columns per thread, in fp32 with k
-// ascending. With it, a block keeps a slice of the router's weights in shared memory, all experts
-// and about 256 columns; each warp does these columns of one token after another. A separate GEMM
-// for the router's part would read and write dX again, and multiply by E - K zeros.
+// Without the router's part: one block per token (several where tokens are few), eight columns per
+// thread, in fp32 with k ascending. With it: a block keeps a slice of the router's weights in
+// shared memory, if it fits: all experts and up to 256 columns. Each warp computes these columns
+// for one token after another. A separate GEMM for the router's part would read and write dX again,
+// and multiply by E - K zeros.
 #include <algorithm>
 
 #include "checks/check.h"
@@ -142,8 +143,9 @@ constexpr int kSliceColumns = 256;  // at most: eight per lane
 constexpr int kWarps = 24;          // of a block, the only one of its multiprocessor
 constexpr int kMostSharedBytes = 227 * 1024;
 
-// A lane's slot of a token, loaded in two steps, two tokens ahead: load() its row and id, one token
-// later follow() them to where the row begins and to dlogit. Neither waits for what it loads.
+// A lane's slot of a token, prefetched in two stages. load() issues the loads of its row and id two
+// tokens ahead; follow(), one token later, turns them into the row's address and loads dlogit.
+// Neither waits for what it loads.
 struct PrefetchedSlot {
   uint32_t row;  // where it begins, in units of 16 bytes; kNone: no row
   int id;        // the number of experts: no expert
@@ -284,7 +286,8 @@ void launch_with_router(Args<T> const& args, RouterArgs<T> const& router, Queue 
   kernel<<<groups * router.slices, 32 * kWarps, bytes, queue.stream>>>(args, router);
 }
 
-// The fewest whole warps that cover these columns in as many passes; more would only take up room.
+// The fewest whole warps that cover these columns in `passes` passes; more would only cost
+// occupancy.
 int threads_of(int64_t columns, int64_t passes) {
   return int(ceil_div(ceil_div(columns, 8 * passes), 32)) * 32;
 }

@@ -5,12 +5,12 @@
 namespace guild::cuda {
 
 struct CombineAfter {
-  // Whether the kernel before this one is a down projection for few tokens, which starts the next
-  // kernel once the slots' rows are written. They are then read while it still runs.
+  // Whether the preceding kernel is a down projection for few tokens, which lets the next kernel
+  // start once the slots' rows are written. These are then read while it still runs.
   bool after_few = false;
   bool residual_too = false;  // whether the residual, too, is that kernel's
   // Whether nothing reads y or a after this step, and each row belongs to one slot of one token. L2
-  // then forgets the rows of both in place of writing them to memory: only where can_discard().
+  // then discards their rows instead of writing them back. Only where can_discard().
   bool discards = false;
   ConstRows a = {};  // (R, I); null data: none
 };

@@ -48,7 +48,8 @@ __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int lane_
   if (any && lane == 0) static_cast<float*>(x.dscores)[slot] = sum;
 }
 
-// At most four parts per lane: as many as one sector of memory holds.
+// log2 of the lanes per slot: at most four parts per lane, up to a whole warp, which a bias always
+// gets.
 int lane_bits_of(int64_t part_count, bool bias) {
   int bits = 0;
   while (bits < 5 && (bias || part_count > 4 << bits)) ++bits;

@@ -41,7 +41,7 @@ constexpr int kThreads = 256;
 
 }  // namespace
 
-// Where all rows belong to groups, as is usual, a block reads two numbers and ends.
+// Usually all rows belong to groups; then a block reads two numbers and exits.
 void clear_ungrouped_rows(UngroupedRows const& x, Queue const& queue) {
   if (x.rows == 0 || x.n == 0) return;
   UngroupedRows units = x;

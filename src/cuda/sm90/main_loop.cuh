@@ -46,10 +46,13 @@ struct MainLoop {
   }
 
   // Sums the tile over its steps. A stage is released once the next stage's products are in flight.
-  // meanwhile(step, takes): called while each whole step's products are in flight, once if the sum
-  // is empty; `takes` marks the step at which to take the next tile from the queue. side: sums of
-  // each step's A (column_sums.cuh). parts: how many of the consumer's parts of 64 rows to
-  // multiply.
+  //
+  //   meanwhile(step, takes)   called while each whole step's products are in flight, once if the
+  //   sum
+  //                            is empty; `takes` marks the step at which to take the next tile from
+  //                            the queue
+  //   side                     sums of each step's A (column_sums.cuh)
+  //   parts                    how many of the consumer's parts of 64 rows to multiply
   template <int parts = kParts, class F, class Side = NoSideSums>
   static __device__ void sum(Sums& acc, bool started, Cursor& at, Tile const& tile, auto& smem,
                              Self self, F&& meanwhile, Side side = {}) {

@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kBlocksAtOnce) dec
   Product::run(p);
 }
 
-// Launches as many blocks as are resident at a time, at most `tiles`, an upper bound on their
-// number; of clusters all, since each has a single tile. allowed: the kernel's own
+// Launches as many blocks as are resident at a time, but no more than `tiles`, an upper bound on
+// the number of tiles; of clusters all, since each has a single tile. allowed: the kernel's own
 // (shared_memory.h). most: the most shared memory of any launch, in bytes.
 template <class Params>
 void launch_few(void (*kernel)(Params), AllowedOn& allowed, int most, int bytes,

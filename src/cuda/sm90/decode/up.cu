@@ -60,9 +60,10 @@ int blocks_at_once(UpProduct const& x, Queue const& queue) {
 }
 
 // How many blocks of a launch, the first ones, rehearse their choice: those that become resident
-// while the router's product still runs. An SM that runs a block of the product has room for one of
-// two blocks, which then rehearses for both, or for none. Of the blocks that start late, half still
-// have time to rehearse a short choice before the product's last block ends (docs/measured/).
+// while the router's product still runs. With two blocks per SM, an SM that runs a block of the
+// product has room for one of them, which rehearses for both; with one per SM, it has no room. Half
+// of the blocks kept out in this way still have time to rehearse a short choice before the
+// product's last block ends (docs/measured/).
 int rehearsing_blocks(TokenChoice const& choice, int at_once, Queue const& queue) {
   bool const is_short = choice.route.experts <= kShortChoice;
   int64_t const late = at_once == 1 && is_short ? choice.blocks / 2 : choice.blocks;

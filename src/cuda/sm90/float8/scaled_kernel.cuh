@@ -247,8 +247,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       }
       scales.find_row(p, following, self);  // overlaps with the stores
       if constexpr (!kGathers) scales.begin_found(p, unpacked(following), self);
-      // Otherwise the compiler computes the epilogue's thread-dependent addresses before the sum,
-      // and spills.
+      // Otherwise the compiler computes thread-dependent values before the sum, and spills.
       Self late = self;
       late.thread = int(kept(uint32_t(self.thread)));
       if constexpr (Base::kReads) {
