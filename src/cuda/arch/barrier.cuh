@@ -78,8 +78,8 @@ struct Barrier {
   }
 };
 
-// Makes this thread's mbarrier.init visible to the cluster. A block or cluster barrier must follow
-// before other threads use the barriers. PTX ISA, section "fence".
+// Makes this thread's mbarrier.init visible to the cluster. A barrier must follow before other
+// threads use them. PTX ISA, section "fence".
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -2,8 +2,7 @@
 // select on the rest.
 //
 //   bound     splits the keys into n or more groups. The n-th largest key is no less than the
-//   smallest
-//             of the groups' maxima, which leaves few more than n keys
+//             smallest of the groups' maxima, which leaves few more than n keys
 //   gather    copies the remaining keys to shared memory, if they fit
 //   digits    radix select on the distances from the smallest remaining key, 8 bits per pass, until
 //             all or none of a bin are wanted

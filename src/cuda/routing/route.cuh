@@ -3,8 +3,7 @@
 //   keys       what experts are ranked by: the logit, or p + bias
 //   best       each lane's largest keys, up to four, sorted, as integers
 //   choices    the largest of the lanes' first keys wins; its lane pops it. When a lane runs out,
-//   all
-//              lanes find their next best keys
+//              all lanes find their next best keys
 //   weights    of the chosen experts, one lane each, from their logits
 //
 // The integer order handles ties and NaN: NaN is below every number, and of equal keys the lowest

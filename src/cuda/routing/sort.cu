@@ -4,8 +4,7 @@
 //
 //   rank      numbers each expert's slots in the chunk; each cluster adds up its blocks' histograms
 //   scatter   adds up the clusters' histograms, all for the offsets and those before its chunk for
-//   the
-//             chunk's first rows; gives each slot its row
+//             the chunk's first rows; gives each slot its row
 //
 // Workspace: (clusters, E) rows per cluster; then (chunks, E) rows of the chunk's cluster that
 // precede the chunk. Ranks follow from a fixed order of warps and from warp votes, and only

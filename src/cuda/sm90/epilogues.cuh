@@ -3,8 +3,7 @@
 // kernel.cuh has a consumer loop for each of two kinds:
 //
 //   StoringEpilogue   results depend on the sums alone; some stores are deferred and overlap with
-//   the
-//                     next tile's products (this file, activate.cuh)
+//                     the next tile's products (this file, activate.cuh)
 //   ReadingEpilogue   also reads a matrix of the tile's size, which the producer loads through the
 //                     ring of stages (down_gradient.cuh)
 //

@@ -5,8 +5,7 @@
 //                    schedules tiles and hands them to all others (tile_queue.cuh): warp 0 if all
 //                    four warps load, else a warp that does not load
 //   warpgroups 1..   consumers: wgmma, then the epilogue (epilogues.cuh). Each takes 64 rows of
-//   every
-//                    tile (cooperative) or, with C.in_turns, every other tile (ping-pong)
+//                    every tile (cooperative) or, with C.in_turns, every other tile (ping-pong)
 //
 // An epilogue that reads a matrix gets it through the same ring, after the stages of the tile's
 // sum, 64 columns of the tile per stage. It needs no further shared memory, and its loads are

@@ -29,12 +29,10 @@ static_assert(GemmConfig::tile_k == kBoxColumns);
 //   kMajorA, kMajorB     layout of the operands in a stage
 //   kThreads             loading threads: the first 32 or 128 of the block
 //   kRegisters           registers for each of the block's first 128 threads. All threads start
-//   with
-//                        168; the consumers get what these give up
+//                        with 168; the consumers get what these give up
 //   kArrivals            arrivals on `full` per stage, over all threads
 //   kClearsRest          whether rows of A past the tile's end are zeros, up to a multiple of 64.
-//   If
-//                        not, they may hold anything
+//                        If not, they may hold anything
 //   begin(tile)          called by each loading thread before the tile's first step
 //   load(tile, step, a, b, full)
 //                        called by each loading thread once the stage is empty: fills a and b, and

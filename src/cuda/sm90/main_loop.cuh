@@ -48,9 +48,8 @@ struct MainLoop {
   // Sums the tile over its steps. A stage is released once the next stage's products are in flight.
   //
   //   meanwhile(step, takes)   called while each whole step's products are in flight, once if the
-  //   sum
-  //                            is empty; `takes` marks the step at which to take the next tile from
-  //                            the queue
+  //                            sum is empty; `takes` marks the step at which to take the next tile
+  //                            from the queue
   //   side                     sums of each step's A (column_sums.cuh)
   //   parts                    how many of the consumer's parts of 64 rows to multiply
   template <int parts = kParts, class F, class Side = NoSideSums>

@@ -34,9 +34,8 @@ int64_t tiles_of(UpProduct const& x, int rows) {
 //   - with tiles of 64 rows, where experts have few rows of X each;
 //   - with tiles of 32 rows, where these are long;
 //   - where rows are of medium length and tiles are few: two per SM would crowd on some SMs.
-//   Likewise
-//     where there are slightly more tiles than two blocks per SM take at once: a few blocks would
-//     end late, with a second tile;
+//     Likewise where there are slightly more tiles than two blocks per SM take at once: a few
+//     blocks would end late, with a second tile;
 //   - for gpt-oss's own layout.
 //
 // Blocks that choose a token's experts all begin at the same time and crowd less; the longer the
