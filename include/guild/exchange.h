@@ -75,11 +75,11 @@ struct Publish {
 // report the same failure.
 struct Meet {
   PeerMemory memory = {};
-  bool published = false;  // whether this barrier follows publish()
-  double seconds = 0;      // timeout for all ranks together
-  int64_t count = 0;       // number of facts
-  int64_t facts[kMostFacts] = {};
-  PeerReport* report = nullptr;  // never null
+  bool published = false;          // whether this barrier follows publish()
+  double seconds = 0;              // timeout for all ranks together
+  int64_t count = 0;               // number of facts
+  int64_t facts[kMostFacts] = {};  // those past `count` are compared as 0
+  PeerReport* report = nullptr;    // never null
   // (1) the number of rows needed; more than `capacity` is an overflow. Null: not checked.
   int32_t const* needed = nullptr;
   int64_t capacity = 0;

@@ -95,9 +95,10 @@ def measure_parallel(
     """
     if engine == TORCH:
         use_nvshmem(device)
-    rooms = {max_tokens or shape.tokens: {} for shape in shapes.values()}
-    for most in rooms:
-        rooms[most] = _groups(engine, device, {"max_tokens": most, "capacity": capacity})
+    rooms = {
+        most: _groups(engine, device, {"max_tokens": most, "capacity": capacity})
+        for most in dict.fromkeys(max_tokens or shape.tokens for shape in shapes.values())
+    }
     groups = next(iter(rooms.values()))
     group = next(iter(groups.values()))
     record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
